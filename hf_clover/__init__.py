@@ -1,0 +1,87 @@
+"""Clover and Clover-2 speculative heads for transformers' own `generate`.
+
+`import hf_clover` registers the Auto classes and installs the generate hook, both without importing torch: they take
+effect when the user's code imports what they extend. Everything else is loaded when it is first asked for.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ._lazy import when_imported
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CloverCandidateGenerator": "decoding.drafting",
+    "CloverConfig": "configuration_clover",
+    "CloverHeads": "modeling_clover",
+    "Speculation": "decoding.loop",
+    "TreeCache": "decoding.cache",
+    "install_hook": "decoding.hook",
+    "uninstall_hook": "decoding.hook",
+}
+
+__all__ = [
+    "CloverCandidateGenerator",
+    "CloverConfig",
+    "CloverHeads",
+    "Speculation",
+    "TreeCache",
+    "__version__",
+    "install_hook",
+    "uninstall_hook",
+]
+
+if TYPE_CHECKING:
+    from .configuration_clover import CloverConfig
+    from .decoding.cache import TreeCache
+    from .decoding.drafting import CloverCandidateGenerator
+    from .decoding.hook import install_hook, uninstall_hook
+    from .decoding.loop import Speculation
+    from .modeling_clover import CloverHeads
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register_config() -> None:
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    from .configuration_clover import CloverConfig
+
+    AutoConfig.register(CloverConfig.model_type, CloverConfig, exist_ok=True)
+
+
+def _register_model() -> None:
+    from transformers.models.auto.modeling_auto import AutoModel
+
+    from .configuration_clover import CloverConfig
+    from .modeling_clover import CloverHeads
+
+    AutoModel.register(CloverConfig, CloverHeads, exist_ok=True)
+
+
+def _install_hook() -> None:
+    from .decoding.hook import install_hook
+
+    install_hook()
+
+
+def _load(name: str) -> Callable[[], None]:
+    return lambda: (importlib.import_module(f"{__name__}.{name}"), None)[1]
+
+
+# Importing an Auto class loads ours, and ours registers itself when complete, whichever of the two came first.
+when_imported("transformers.models.auto.configuration_auto", _load("configuration_clover"))
+when_imported("transformers.models.auto.modeling_auto", _load("modeling_clover"))
+when_imported(f"{__name__}.configuration_clover", _register_config)
+when_imported(f"{__name__}.modeling_clover", _register_model)
+when_imported("transformers.generation.utils", _install_hook)

@@ -1,0 +1,60 @@
+"""Run something when a module is imported, now if it is already there.
+
+Contract: `when_imported(name, callback)` calls `callback()` once, right after the module `name` has been executed.
+`import hf_clover` must cost next to nothing, while the classes it extends pull in torch and most of transformers; so
+they are extended when the user's own code imports them, which any use of `generate` does.
+"""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+_waiting: dict[str, list[Callable[[], None]]] = {}
+
+
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    module = sys.modules.get(name)
+    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
+        callback()
+        return
+    _waiting.setdefault(name, []).append(callback)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _CallingLoader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, name: str) -> None:
+        self._loader, self._name = loader, name
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on the module is its own loader's again: nothing of ours stays in it.
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        for callback in _waiting.pop(self._name, ()):
+            callback()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _waiting:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _CallingLoader(spec.loader, name)
+                return spec
+        return None
+
+
+_finder = _Finder()

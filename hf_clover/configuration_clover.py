@@ -1,0 +1,267 @@
+"""The configuration of Clover heads.
+
+Contract: a `CloverConfig` says everything that is needed to build the network and nothing about how it is run.
+`variant` names a preset of the papers; every part of the preset is a field of its own, so any row of the papers'
+ablations is a config. Impossible values are refused by name here, before anything is allocated. This file travels to
+the Hub beside `modeling_clover.py`, so it knows transformers and nothing else.
+"""
+
+from typing import Any, ClassVar
+
+from transformers.configuration_utils import PreTrainedConfig
+
+# What each variant of the papers is made of. A field the user leaves at None takes its value from here.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clover-2": {
+        "num_heads": 5,
+        "num_augmenting_layers": 2,
+        "augmenting_block": "full",
+        "decoder": "attention",
+        "decoder_position": "before",
+        "decoder_bias": True,
+        "decoder_activation": None,
+        "output_projector": "fc",
+        "normalize_embeddings": False,
+        "hidden_loss_weight": 10.0,
+    },
+    "clover": {
+        "num_heads": 3,
+        "num_augmenting_layers": 1,
+        "augmenting_block": "full",
+        "decoder": "attention",
+        "decoder_position": "after",
+        "decoder_bias": False,
+        "decoder_activation": "silu",
+        "output_projector": "residual",
+        "normalize_embeddings": True,
+        "hidden_loss_weight": 0.0,
+    },
+    "medusa": {
+        "num_heads": 5,
+        "num_augmenting_layers": 0,
+        "augmenting_block": "none",
+        "decoder": "none",
+        "decoder_position": "after",
+        "decoder_bias": False,
+        "decoder_activation": None,
+        "output_projector": "residual",
+        "normalize_embeddings": False,
+        "hidden_loss_weight": 0.0,
+    },
+}
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "variant": tuple(VARIANTS),
+    "augmenting_block": ("full", "attention", "mlp", "none"),
+    "decoder": ("attention", "mlp", "none"),
+    "decoder_position": ("before", "after"),
+    "decoder_activation": (None, "silu"),
+    "output_projector": ("fc", "residual"),
+    "draft_tree": ("global", "levels", "chain"),
+}
+
+# Far above any model there is: a config that asks for more is a mistake or an attack, not a model.
+_UPPER_BOUNDS = {
+    "hidden_size": 1 << 17,
+    "vocab_size": 1 << 24,
+    "intermediate_size": 1 << 20,
+    "num_heads": 64,
+    "num_augmenting_layers": 64,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "decoder_num_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "max_position_embeddings": 1 << 26,
+    "draft_top_k": 1 << 10,
+    "draft_beam_width": 1 << 10,
+    "draft_depth": 256,
+    "draft_vocab_size": 1 << 24,
+}
+
+
+class CloverConfig(PreTrainedConfig):
+    r"""
+    Args:
+        variant (`str`, defaults to `"clover-2"`):
+            `"clover-2"`, `"clover"` (the first paper) or `"medusa"` (Clover with its parts taken away). Sets every
+            field below whose default is `None`.
+        vocab_size, hidden_size: those of the target.
+        num_heads (`int`, *optional*): draft heads; head i guesses the token i + 2 places ahead.
+        num_augmenting_layers (`int`, *optional*): depth of the Augmenting Block.
+        augmenting_block (`str`, *optional*): `"full"`, `"attention"` (no MLP), `"mlp"` (no attention) or `"none"`.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, attention_bias,
+        attention_output_bias, mlp_bias, qk_norm: shape of the Augmenting Block's layers, as in the target's layers.
+        rope_parameters (`dict`, *optional*): rotary embedding of the Augmenting Block.
+        rms_norm_eps (`float`): of every norm, and of the cosine gate.
+        decoder (`str`, *optional*): what brings a token into the state: `"attention"` (the Attention Decoder),
+            `"mlp"` in its place, or `"none"`.
+        decoder_position (`str`, *optional*): `"before"`: a first decoder stands before the Augmenting Block, so that
+            the block sees the target's token already (Clover-2); `"after"`: every head decodes, none before (Clover).
+        decoder_num_heads (`int`, *optional*): heads of the Attention Decoder's gate; the target's by default.
+        decoder_bias, decoder_activation: biases of q, k, v, and what follows the gated value.
+        regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
+            starts from the Augmenting Block's output and the target's own token.
+        output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`
+            (Medusa's block, one per head).
+        normalize_embeddings (`bool`, *optional*): rows of the embedding table scaled to length 1.
+        hidden_loss_weight, token_loss_weight, loss_decay: the papers' loss, for the trainer.
+        draft_vocab_size (`int`, *optional*): how many ids the heads score, None for all; the ids are a buffer.
+        draft_tree (`str`), draft_depth, draft_beam_width, draft_top_k, draft_top_p, draft_min_p: how a tree is grown:
+            `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
+            `"chain"`. `draft_depth` defaults to `num_heads`. The number of nodes is
+            `heads.generation_config.num_assistant_tokens`.
+        target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
+    """
+
+    model_type: ClassVar[str] = "clover"
+
+    variant: str = "clover-2"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    num_heads: int | None = None
+
+    num_augmenting_layers: int | None = None
+    augmenting_block: str | None = None
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int = 11008
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+
+    decoder: str | None = None
+    decoder_position: str | None = None
+    decoder_num_heads: int | None = None
+    decoder_bias: bool | None = None
+    decoder_activation: str | None = None
+    regressive: bool = True
+    output_projector: str | None = None
+    normalize_embeddings: bool | None = None
+
+    hidden_loss_weight: float | None = None
+    token_loss_weight: float = 1.0
+    loss_decay: float = 0.7
+
+    draft_vocab_size: int | None = None
+    draft_tree: str = "global"
+    draft_depth: int | None = None
+    draft_beam_width: int = 10
+    draft_top_k: int = 10
+    draft_top_p: float = 0.8
+    draft_min_p: float = 0.25
+
+    target_name_or_path: str | None = None
+    target_revision: str | None = None
+    target_fingerprint: str | None = None
+
+    def __post_init__(self, **kwargs):
+        self._require_choice("variant")
+        for field, value in VARIANTS[self.variant].items():
+            if getattr(self, field) is None:
+                setattr(self, field, value)
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.decoder_num_heads is None:
+            self.decoder_num_heads = self.num_attention_heads
+        self._validate_clover()
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.draft_depth is None:
+            self.draft_depth = self.num_heads
+        if self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        super().__post_init__(**kwargs)
+
+    @property
+    def has_augmenting_block(self) -> bool:
+        return self.augmenting_block != "none" and self.num_augmenting_layers > 0
+
+    @property
+    def has_entry_decoder(self) -> bool:
+        """Whether a decoder stands before the Augmenting Block (Clover-2's information extraction order)."""
+        return self.decoder != "none" and self.decoder_position == "before"
+
+    @property
+    def can_draft_beyond_heads(self) -> bool:
+        """Whether later heads are one network, so that a tree may be grown deeper than the heads trained."""
+        return self.regressive and self.output_projector == "fc"
+
+    def _require(self, field: str, condition: bool, wanted: str) -> None:
+        if not condition:
+            raise ValueError(f"CloverConfig: `{field}={getattr(self, field)!r}` is impossible: it must be {wanted}.")
+
+    def _require_choice(self, field: str) -> None:
+        value, choices = getattr(self, field), _CHOICES[field]
+        self._require(field, isinstance(value, str | None) and value in choices, f"one of {list(choices)}")
+
+    def _require_int(self, field: str, minimum: int, optional: bool = False) -> None:
+        value, maximum = getattr(self, field), _UPPER_BOUNDS[field]
+        if value is None and optional:
+            return
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        self._require(field, is_int and minimum <= value <= maximum, f"an integer from {minimum} to {maximum}")
+
+    def _require_number(self, field: str, low: float, high: float) -> None:
+        value = getattr(self, field)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        self._require(field, is_number and low <= value <= high, f"a number from {low} to {high}")
+
+    def _validate_clover(self) -> None:
+        for field in _CHOICES:
+            self._require_choice(field)
+        for field in ("hidden_size", "num_heads", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            self._require_int(field, 1)
+        for field in ("decoder_num_heads", "max_position_embeddings", "draft_top_k", "draft_beam_width"):
+            self._require_int(field, 1)
+        self._require_int("vocab_size", 2)
+        self._require_int("num_augmenting_layers", 0)
+        for field in ("head_dim", "draft_depth", "draft_vocab_size"):
+            self._require_int(field, 1, optional=True)
+        for field in (
+            "regressive",
+            "normalize_embeddings",
+            "decoder_bias",
+            "attention_bias",
+            "attention_output_bias",
+            "mlp_bias",
+            "qk_norm",
+        ):
+            self._require(field, isinstance(getattr(self, field), bool), "True or False")
+        self._require_number("rms_norm_eps", 1e-12, 1e-1)
+        self._require_number("initializer_range", 0.0, 1.0)
+        self._require_number("loss_decay", 0.0, 1.0)
+        self._require_number("hidden_loss_weight", 0.0, 1e6)
+        self._require_number("token_loss_weight", 0.0, 1e6)
+        self._require_number("draft_top_p", 0.0, 1.0)
+        self._require_number("draft_min_p", 0.0, 1.0)
+        for field in ("target_name_or_path", "target_revision", "target_fingerprint", "hidden_act"):
+            value = getattr(self, field)
+            self._require(field, value is None or isinstance(value, str), "a string")
+        self._require("rope_parameters", isinstance(self.rope_parameters, dict | None), "a dictionary")
+        divides = self.num_attention_heads % self.num_key_value_heads == 0
+        self._require("num_key_value_heads", divides, f"a divisor of num_attention_heads={self.num_attention_heads}")
+        if self.head_dim is None:
+            divides = self.hidden_size % self.num_attention_heads == 0
+            wanted = f"a divisor of hidden_size={self.hidden_size}, or come with a head_dim"
+            self._require("num_attention_heads", divides, wanted)
+        if self.decoder == "attention":
+            divides = self.hidden_size % self.decoder_num_heads == 0
+            self._require("decoder_num_heads", divides, f"a divisor of hidden_size={self.hidden_size}")
+        if self.draft_vocab_size is not None:
+            fits = self.draft_vocab_size <= self.vocab_size
+            self._require("draft_vocab_size", fits, f"at most vocab_size={self.vocab_size}")
+        if self.draft_depth is not None and not self.can_draft_beyond_heads:
+            wanted = f"at most num_heads={self.num_heads}, since these heads do not share their weights"
+            self._require("draft_depth", self.draft_depth <= self.num_heads, wanted)
+
+
+CloverConfig.register_for_auto_class()
+
+__all__ = ["VARIANTS", "CloverConfig"]

@@ -1,0 +1,176 @@
+"""Both doors lead here: `generate_with` checks what can be checked, chooses the route and takes it.
+
+Contract: everything that can be known before a token is generated is refused here, by the argument's name. What a
+target cannot do falls back with one warning. The hook and `custom_generate=heads.generate_with` both call this.
+"""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.utils import logging
+
+from ..modeling_clover import CloverHeads
+from ..target_parts import unwrap
+from .budget import resolve_budget
+from .drafting import CloverCandidateGenerator
+from .hook import original
+from .loop import CloverGenerateOutput, Speculation, speculate
+from .support import choose_route, warn
+from .verify import capture_before_final_norm
+from .walk import Text
+
+logger = logging.get_logger(__name__)
+
+
+def generate_with(
+    heads: CloverHeads,
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    num_assistant_tokens: int | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """`speculate`, after everything that can be known before a token is generated has been checked."""
+    refuse_what_cannot_work(model, generation_config)
+    refuse_empty_prompts(input_ids, model_kwargs)
+    if num_assistant_tokens is None:
+        num_assistant_tokens = getattr(generation_config, "_clover_num_assistant_tokens", None)
+    if num_assistant_tokens is None:
+        num_assistant_tokens = heads.generation_config.num_assistant_tokens
+    resolve_budget(num_assistant_tokens, input_ids.shape[0])
+    place_heads(heads, model)
+    heads.bind(model)
+    arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+    text = Text.start(*arguments, streamer)
+    route = choose_route(model, text, generation_config, model_kwargs)
+    options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+    if route.method == "tree":
+        return speculate(model, heads, *arguments, num_assistant_tokens=num_assistant_tokens, **options)
+    name = type(model).__name__
+    if route.method == "chain":
+        warn(f"`{name}` cannot verify a tree ({route.reason}); one chain at a time is drafted instead")
+        return _assisted_by_chain(model, heads, arguments, num_assistant_tokens, options, route.reason)
+    warn(f"`{name}` cannot verify drafts here ({route.reason}); plain generate is used instead")
+    result = model._sample(*arguments, **options)
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    steps = sequences.shape[1] - input_ids.shape[1]
+    stats = Speculation(method="plain", reason=route.reason, target_forwards=steps)
+    stats.new_tokens = stats.row_forwards = steps * len(sequences)
+    return _with_speculation(result, stats)
+
+
+class _DrivenTarget:
+    """The target as transformers' assisted loop sees it: itself, except for where its candidates come from."""
+
+    def __init__(self, target: PreTrainedModel, generator: CloverCandidateGenerator) -> None:
+        self._target, self._generator = target, generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._target(*args, **kwargs)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> CloverCandidateGenerator:
+        return self._generator
+
+
+def _assisted_by_chain(
+    model: PreTrainedModel, heads: CloverHeads, arguments: tuple, asked: int | None, options: dict, reason: str | None
+) -> Any:
+    input_ids, _, criteria, generation_config = arguments
+    captured: list[torch.Tensor] = []
+    generator = CloverCandidateGenerator(heads)
+    generator.drive_chain(
+        captured,
+        nodes=resolve_budget(asked, 1),
+        max_length=criteria.max_length or generation_config.max_length,
+        eos=generation_config._eos_token_tensor,
+    )
+    loop = original("_assisted_decoding")
+    with capture_before_final_norm(model, captured):
+        result = loop(_DrivenTarget(model, generator), *arguments, inputs_tensor=input_ids, **options)
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    stats = Speculation(method="chain", reason=reason, new_tokens=sequences.shape[1] - input_ids.shape[1])
+    stats.target_forwards = stats.row_forwards = generator.forwards
+    stats.accepted_tokens = stats.new_tokens - stats.target_forwards
+    return _with_speculation(result, stats)
+
+
+def _with_speculation(result: Any, stats: Speculation) -> Any:
+    if isinstance(result, torch.Tensor):
+        return result
+    return CloverGenerateOutput(**dict(result.items()), speculation=stats)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def plain_mode(config: GenerationConfig) -> GenerationMode:
+    return GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+
+
+def refuse_what_cannot_work(
+    model: PreTrainedModel, config: GenerationConfig, mode: GenerationMode = GenerationMode.ASSISTED_GENERATION
+) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"`assistant_model`: Clover heads draft for decoder-only models, and `{type(model).__name__}` is an "
+            "encoder-decoder. Call `generate` without `assistant_model`."
+        )
+    if (config.num_beams or 1) > 1 or mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"`num_beams={config.num_beams}`: Clover heads work with greedy decoding and sampling. Leave `num_beams` "
+            "at 1, or call `generate` without `assistant_model`."
+        )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(
+                f"`{name}=True` is not supported with Clover heads: a forward covers a whole tree, so there is no "
+                "such tensor per token. Call the target on the finished sequences for them."
+            )
+
+
+def refuse_empty_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> None:
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    if input_ids.shape[1] == 0 and embeds is None:
+        raise ValueError(
+            f"`input_ids` of shape {tuple(input_ids.shape)} is empty: a prompt needs at least one token (a "
+            "beginning-of-sequence token will do)."
+        )
+    if mask is not None:
+        empty = (mask.sum(dim=1) == 0).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"`attention_mask` leaves batch row {empty[0]} without a prompt: every row needs at least one token "
+                "(a beginning-of-sequence token will do), or leave the row out of the batch."
+            )
+
+
+def place_heads(heads: CloverHeads, model: PreTrainedModel) -> None:
+    """Heads on another device are moved to where the target's hidden states are; another dtype is kept and cast to."""
+    if any(parameter.is_meta for parameter in heads.parameters()):
+        raise ValueError(
+            "`assistant_model` is on the meta device, so its weights were never loaded: load the heads with "
+            "`AutoModel.from_pretrained(...)`, or give them memory and weights."
+        )
+    if any(parameter.is_meta for parameter in model.parameters()) and not hasattr(model, "hf_device_map"):
+        raise ValueError("the target is on the meta device: load its weights before calling `generate`.")
+    lm_head = unwrap(model).get_output_embeddings()
+    device = next((p.device for p in lm_head.parameters() if not p.is_meta), model.device) if lm_head else model.device
+    if heads.device == device:
+        return
+    spread = sorted(map(str, set(getattr(heads, "hf_device_map", {}).values())))
+    if len(spread) > 1:
+        raise ValueError(
+            f"`assistant_model` is spread over several devices ({', '.join(spread)}), "
+            f"while drafting happens on one: load the heads with `device_map={{'': '{device}'}}`."
+        )
+    logger.info(f"Moving the Clover heads from {heads.device} to {device}, where the target ends.")
+    heads.to(device)

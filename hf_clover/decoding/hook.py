@@ -1,0 +1,107 @@
+"""Where speculation enters transformers.
+
+Contract: with the hook installed, `generate(assistant_model=heads)` reaches `entry.generate_with`; every other call
+reaches transformers' own code unchanged. Heads are known by `config.model_type`, since remote code is another class
+object. All private names of transformers that the package relies on are in `PRIVATE_NAMES`; where one is missing the
+hook is not installed and says so. Nothing of ours is imported here before heads are seen.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from transformers.generation.utils import GenerationMixin
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PreTrainedModel
+
+HOOKED_NAMES = ("_assisted_decoding", "_validate_generation_mode", "_prepare_generation_config")
+PRIVATE_NAMES = (*HOOKED_NAMES, "_sample", "_prefill", "_has_unfinished_sequences")
+
+_originals: dict[str, Callable[..., Any]] = {}
+_installed: dict[str, Callable[..., Any]] = {}
+_is_active = False
+
+
+def is_clover(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "model_type", None) == "clover"
+
+
+def original(name: str) -> Callable[..., Any]:
+    """transformers' own function, whether or not the hook is installed."""
+    return _originals.get(name) or getattr(GenerationMixin, name)
+
+
+def install_hook() -> None:
+    """Let `generate(assistant_model=heads)` speculate. Done by `import hf_clover`; doing it again changes nothing."""
+    global _is_active
+    missing = [name for name in PRIVATE_NAMES if not hasattr(GenerationMixin, name)]
+    if missing:
+        warnings.warn(
+            f"hf_clover: this version of transformers has no `GenerationMixin.{missing[0]}`, so the generate hook is "
+            "not installed and `assistant_model=heads` cannot work. Install a version that hf_clover supports.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    for name, wrapper in _WRAPPERS.items():
+        if name not in _installed:
+            _originals[name] = getattr(GenerationMixin, name)
+            _installed[name] = functools.wraps(_originals[name])(wrapper)
+            setattr(GenerationMixin, name, _installed[name])
+    _is_active = True
+
+
+def uninstall_hook() -> None:
+    """Leave `generate` as transformers made it. Doing it again changes nothing."""
+    global _is_active
+    _is_active = False
+    for name, wrapper in list(_installed.items()):
+        # Where another library has wrapped ours since, ours stays in its chain and passes everything through.
+        if getattr(GenerationMixin, name) is wrapper:
+            setattr(GenerationMixin, name, _originals[name])
+            del _installed[name]
+
+
+def _prepare_generation_config(
+    self: "PreTrainedModel", generation_config: "GenerationConfig | None", **kwargs: Any
+) -> tuple["GenerationConfig", dict[str, Any]]:
+    """Remembers the call's own tree size, which transformers' default of 20 would hide."""
+    prepared = _originals["_prepare_generation_config"](self, generation_config, **kwargs)
+    asked = kwargs.get("num_assistant_tokens", getattr(generation_config, "num_assistant_tokens", None))
+    if _is_active and asked is not None:
+        prepared[0]._clover_num_assistant_tokens = asked
+    return prepared
+
+
+def _validate_generation_mode(
+    self: "PreTrainedModel", generation_mode: Any, generation_config: "GenerationConfig", generation_mode_kwargs: dict
+) -> None:
+    """What transformers refuses for assistants in general, heads can do; what heads cannot, is refused here."""
+    validate = _originals["_validate_generation_mode"]
+    if not _is_active or not is_clover(generation_mode_kwargs.get("assistant_model")):
+        return validate(self, generation_mode, generation_config, generation_mode_kwargs)
+    from .entry import plain_mode, refuse_what_cannot_work
+
+    refuse_what_cannot_work(self, generation_config, generation_mode)
+    kept = {k: v for k, v in generation_mode_kwargs.items() if k not in ("assistant_model", "assistant_tokenizer")}
+    return validate(self, plain_mode(generation_config), generation_config, kept)
+
+
+def _assisted_decoding(self: "PreTrainedModel", input_ids: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
+    if not _is_active or not is_clover(kwargs.get("assistant_model")):
+        return _originals["_assisted_decoding"](self, input_ids, *args, **kwargs)
+    from .entry import generate_with
+
+    for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor"):
+        kwargs.pop(name, None)
+    return generate_with(kwargs.pop("assistant_model"), self, input_ids, *args, **kwargs)
+
+
+_WRAPPERS = {
+    "_assisted_decoding": _assisted_decoding,
+    "_validate_generation_mode": _validate_generation_mode,
+    "_prepare_generation_config": _prepare_generation_config,
+}

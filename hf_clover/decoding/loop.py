@@ -1,0 +1,206 @@
+"""The decode loop: draft, verify, walk, commit.
+
+Contract: `speculate` is called where transformers would call `_sample` and returns what that returns, with the same
+tokens: greedy to the token, sampled from the same distribution and, at batch 1, with the same random numbers.
+
+Shapes: B batch, T prompt columns, n tree nodes, m walked nodes at most, d hidden size.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from ..modeling_clover import CloverHeads
+from .budget import resolve_budget
+from .drafting import CloverCandidateGenerator
+from .support import warn
+from .tree import Tree, chain_of, root_only, with_chain
+from .verify import TargetRun
+from .walk import Text, greedy_walk, replay
+
+CATCH_UP_BLOCK = 128
+
+
+@dataclass
+class Speculation:
+    """What speculation did in one call of `generate`, in `out.speculation`.
+
+    Seconds are the host's: on a GPU, work that was only queued counts where the host next waits for it.
+    """
+
+    target_forwards: int = 0
+    row_forwards: int = 0  # target forwards times the rows that were unfinished in each
+    new_tokens: int = 0
+    accepted_tokens: int = 0  # drafted tokens that the target confirmed
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    walk_seconds: float = 0.0
+    tree_sizes: list[int] = field(default_factory=list)  # drafted nodes per row, one entry per step
+    method: str = "tree"  # or "chain" or "plain", with `reason`, where the target cannot verify a tree
+    reason: str | None = None
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens emitted per target forward (and row), the prompt's forward and the bonus token included."""
+        return self.new_tokens / max(self.row_forwards, 1)
+
+
+@dataclass
+class CloverGenerateOutput(GenerateDecoderOnlyOutput):
+    speculation: Speculation | None = None
+
+
+@torch.no_grad()
+def speculate(
+    target: PreTrainedModel,
+    heads: CloverHeads,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    num_assistant_tokens: int | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    their_cache = model_kwargs.pop("past_key_values", None)
+    text = Text.start(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    room = getattr(generation_config, "max_cache_len", None)
+    if room is not None:
+        room -= text.max_length
+    nodes = resolve_budget(num_assistant_tokens, input_ids.shape[0], room)
+    stats = Speculation()
+    run = TargetRun(target, generation_config, model_kwargs)
+    if their_cache is not None:
+        run.adopt(their_cache)
+    walk = greedy_walk if text.is_plain_greedy else replay
+
+    with run.open():
+        with _clock(stats, "verify_seconds"):
+            logits = run.prefill(input_ids, limit=text.max_length)  # [B, 1, V]
+        drafter = _start_drafter(heads, run)
+        with _clock(stats, "walk_seconds"):
+            walk(root_only(torch.zeros_like(logits[:, 0, 0], dtype=torch.long)), logits, text)
+        stats.target_forwards, stats.row_forwards = 1, len(text.finished)
+        if not text.done:
+            with _clock(stats, "draft_seconds"):
+                _take_in_prompt(drafter, run, text)
+
+        while target._has_unfinished_sequences(text.done, synced_gpus, device=input_ids.device):
+            if text.done:  # another process is not: keep it company
+                run.verify(root_only(drafter.roots if drafter.roots is not None else text.sequences()[:, -1]))
+                continue
+            unfinished = [not finished for finished in text.finished]
+            with _clock(stats, "draft_seconds"):
+                tree = _draft(drafter, nodes, text)
+            with _clock(stats, "verify_seconds"):
+                logits = run.verify(tree)  # [B, n, V]
+            with _clock(stats, "walk_seconds"):
+                before = text.emitted
+                paths = walk(tree, logits, text)  # per row the walked nodes
+                start = run.next_position
+                run.commit(paths)
+            stats.target_forwards += 1
+            stats.row_forwards += sum(unfinished)
+            stats.accepted_tokens += text.emitted - before - sum(unfinished)
+            stats.tree_sizes.append(tree.size - 1)
+            if not text.done:
+                with _clock(stats, "draft_seconds"):
+                    _take_in_walk(drafter, run, text, paths, start)
+
+        stats.new_tokens = text.emitted
+        sequences = text.sequences()
+        if streamer is not None:
+            streamer.end()
+        wanted = generation_config.return_dict_in_generate or _is_the_users(their_cache)
+        cache = _finished_cache(run, text, sequences, their_cache) if wanted else None
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return CloverGenerateOutput(
+        sequences=sequences, scores=text.scores, logits=text.logits, past_key_values=cache, speculation=stats
+    )
+
+
+# ---------------------------------------------------------------------- the heads' side
+
+
+def _start_drafter(heads: CloverHeads, run: TargetRun) -> CloverCandidateGenerator:
+    mask, width = run.prompt_mask, run.hidden.shape[1]
+    return CloverCandidateGenerator(heads, None if mask is None else mask[:, -width:])
+
+
+def _take_in_prompt(drafter: CloverCandidateGenerator, run: TargetRun, text: Text) -> None:
+    """Every prompt position that the target has just computed, each with the token after it."""
+    hidden, rows = run.hidden, text.rows()  # [B, T, d]
+    known = min(hidden.shape[1], rows[0].shape[0])  # a prompt of embeddings has no tokens but the one just emitted
+    if known < hidden.shape[1]:
+        drafter.prompt_mask = None
+    hidden = hidden[:, -known:]
+    tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
+    positions = run.model_kwargs["position_ids"]
+    positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
+    drafter.extend(hidden, tokens, positions, [known] * len(rows))
+
+
+def _take_in_walk(
+    drafter: CloverCandidateGenerator, run: TargetRun, text: Text, paths: list[list[int]], start: torch.Tensor
+) -> None:
+    """Every walked node, each with the token emitted at it. `start` [..., B, 1]: the root's position."""
+    counts = [len(path) for path in paths]
+    longest, device = max(counts), run.hidden.device
+    index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)  # [B, m]
+    hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))  # [B, m, d]
+    tokens = [
+        torch.nn.functional.pad(row[len(row) - count :], (0, longest - count))
+        for row, count in zip(text.rows(), counts, strict=True)
+    ]
+    start = start.reshape(-1, *start.shape[-2:])[0]  # [B, 1]
+    positions = start + torch.arange(longest, device=start.device)  # [B, m]
+    drafter.extend(hidden, torch.stack(tokens), positions, counts)
+
+
+def _draft(drafter: CloverCandidateGenerator, nodes: int, text: Text) -> Tree:
+    tree = drafter.draft(nodes)
+    if tree.size > 1 and not bool(tree.valid[:, 1:].any(dim=1).all()):
+        drafter.is_broken = True
+        warn("the heads gave NaN: drafting is off for the rest of this call, and the tokens are the target's own")
+        return root_only(drafter.roots)
+    if text.in_lockstep and text.pad is not None and any(text.finished):
+        finished = torch.tensor(text.finished, device=tree.tokens.device)
+        tree = with_chain(tree, finished, text.pad)
+    return tree
+
+
+# ---------------------------------------------------------------------- the cache that plain generate can continue
+
+
+def _is_the_users(cache: Any) -> bool:
+    return cache is not None and getattr(cache, "_is_user_defined", False)
+
+
+def _finished_cache(run: TargetRun, text: Text, sequences: torch.Tensor, theirs: Any) -> Any:
+    """Keys and values of everything but the last token, rows that ended early padded as plain generate pads them."""
+    columns = max(run.cache.lengths)
+    while min(run.cache.lengths) < columns:
+        missing = [columns - length for length in run.cache.lengths]
+        block = min(max(missing), CATCH_UP_BLOCK)
+        width = sequences.shape[1]
+        starts = torch.tensor([width - 1 - gap for gap in missing], device=sequences.device)[:, None]  # [B, 1]
+        order = torch.arange(block, device=sequences.device)  # [block]
+        tokens = sequences.gather(1, (starts + order).clamp(max=width - 1))  # [B, block]
+        run.verify(chain_of(tokens))
+        run.commit([range(min(gap, block)) for gap in missing])
+    return run.hand_back(theirs, columns)
+
+
+@contextmanager
+def _clock(stats: Speculation, name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    setattr(stats, name, getattr(stats, name) + time.perf_counter() - started)

@@ -1,0 +1,200 @@
+"""Which targets can verify a tree, and what is done for those that cannot.
+
+Contract: `choose_route` says "tree", "chain" (transformers' own assisted loop, one chain at a time) or "plain", and
+why. What a config tells is read; what it does not tell is *measured* once per target: a small tree is verified with
+the loop's own code and its logits are compared with those of the same paths run plainly. So an architecture nobody
+thought of gets plain generate and a reason, never a wrong token.
+"""
+
+import inspect
+import warnings
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from .tree import Tree
+from .verify import TREE_ATTENTION, TargetRun, capture_before_final_norm
+from .walk import Text
+
+TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+OTHER_CACHES = ("offloaded", "offloaded_static", "offloaded_hybrid", "quantized")
+
+
+class CloverWarning(UserWarning):
+    """Something was done another way than asked; the tokens are right all the same."""
+
+
+def warn(message: str) -> None:
+    warnings.warn(f"hf_clover: {message}.", CloverWarning, stacklevel=3)
+
+
+@dataclass(frozen=True)
+class Route:
+    method: str  # "tree", "chain" or "plain"
+    reason: str | None = None
+
+
+def choose_route(
+    target: PreTrainedModel, text: Text, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Route:
+    cache = model_kwargs.get("past_key_values")
+    if not model_kwargs.get("use_cache", True):
+        return Route("plain", "`use_cache=False` leaves nothing to draft from")
+    if generation_config.cache_implementation in OTHER_CACHES:
+        return Route("plain", f"a tree cannot be kept in a {generation_config.cache_implementation} cache")
+    if cache is not None and type(cache) not in (DynamicCache, StaticCache):
+        return Route("plain", f"a tree cannot be kept in a `{type(cache).__name__}`")
+    reason = _why_no_tree(target)
+    if reason is None:
+        return Route("tree")
+    return Route("chain" if _chain_is_exact(target, text, cache) else "plain", reason)
+
+
+# ---------------------------------------------------------------------- trees
+
+
+_measured: WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = WeakKeyDictionary()
+
+
+def _why_no_tree(target: PreTrainedModel) -> str | None:
+    """None where a tree is verified exactly."""
+    config = target.config.get_text_config(decoder=True)
+    if target._is_stateful or any(not isinstance(layer, CacheLayerMixin) for layer in _cache_layers(config)):
+        return "it keeps a recurrent or convolution state, which cannot branch"
+    others = {type(layer).__name__ for layer in _cache_layers(config)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    if others:
+        return f"its layers keep more than keys and values ({', '.join(sorted(others))})"
+    kinds = set(getattr(config, "layer_types", None) or ()) - set(TREE_LAYERS)
+    if kinds:
+        return f"it has layers of type {', '.join(sorted(kinds))}"
+    if "position_ids" not in inspect.signature(target.forward).parameters:
+        return "its forward takes no `position_ids`, so its positions are cache slots"
+    if getattr(config, "alibi", False):
+        return "alibi counts cache slots as positions"
+    implementation = config._attn_implementation
+    if implementation not in TREE_ATTENTION and not target._supports_sdpa:
+        return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
+    known = _measured.setdefault(target, {})
+    key = (implementation, target.dtype, target.device)
+    if key not in known:
+        known[key] = _measure(target)
+    return known[key]
+
+
+def _cache_layers(config: Any) -> list[Any]:
+    try:
+        return DynamicCache(config=config).layers
+    except (AttributeError, KeyError, TypeError, ValueError):  # a config transformers' own caches cannot read
+        return [None]
+
+
+# A tree with a fork, a grandchild on either side and one node more than the walk keeps.
+_TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
+_TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
+_WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
+
+
+@torch.no_grad()
+def _measure(target: PreTrainedModel) -> str | None:
+    """Compare a tree's logits with those of its paths: two rows, one left-padded, before and after a commit."""
+    try:
+        worst = _tree_error(target)
+    except Exception as error:
+        return f"a trial tree failed in it ({type(error).__name__}: {error})"
+    if not worst <= _tolerance(target):
+        return f"its logits for a trial tree differ from those of plain forwards (by {worst:.1e} of their spread)"
+    return None
+
+
+def _tolerance(target: PreTrainedModel) -> float:
+    if target.dtype in (torch.float32, torch.float64):
+        return 1e-3 if target.device.type == "cpu" else 1e-2  # tensor cores may round float32 products
+    return 0.15
+
+
+def _tree_error(target: PreTrainedModel) -> float:
+    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, target.device
+    ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
+    prompts = [ids[:5].tolist(), ids[2:5].tolist()]
+    width = max(map(len, prompts))
+    prompt = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # [2, T]
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
+
+    kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+    run, errors = TargetRun(target, GenerationConfig(), kwargs), []
+    with run.open():
+        run.prefill(prompt)
+        for _ in range(2):  # the second tree stands on what was kept of the first
+            logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
+            for row, text in enumerate(prompts):
+                for node in range(len(_TREE_PARENTS)):
+                    path = _path_to(node)
+                    errors.append(_error(target, logits[row, node], text + [tokens[row][n] for n in path]))
+            run.commit(_WALKED)
+            prompts = [text + [tokens[row][n] for n in _WALKED[row]] for row, text in enumerate(prompts)]
+            tokens = [row[1:] + row[:1] for row in tokens]
+    return max(errors)
+
+
+def _trial_tree(tokens: torch.Tensor) -> Tree:
+    parents, depths = (torch.tensor(v, device=tokens.device).expand_as(tokens) for v in (_TREE_PARENTS, _TREE_DEPTHS))
+    ones = torch.ones_like(tokens)
+    return Tree(tokens, parents, depths, torch.zeros_like(ones).float(), ones.bool(), max_depth=max(_TREE_DEPTHS))
+
+
+def _path_to(node: int) -> list[int]:
+    return [0] if node == 0 else [*_path_to(_TREE_PARENTS[node]), node]
+
+
+def _error(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> float:
+    """How far `logits` [V] are from plain ones for the same text, against how far those spread."""
+    plain = target(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0, -1].float()
+    return float((logits.float().to(plain.device) - plain).pow(2).mean().sqrt() / plain.std().clamp(min=1e-12))
+
+
+# ---------------------------------------------------------------------- chains
+
+
+def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
+    """Whether transformers' own assisted loop gives plain generate's tokens here.
+
+    It takes one row, and calls processors and criteria for tokens that may be rejected: pure ones only.
+    """
+    config = target.config.get_text_config(decoder=True)
+    layers = _cache_layers(config)
+    if len(text.finished) > 1 or not text.is_pure or target._is_stateful or type(cache) is not DynamicCache:
+        return False
+    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        return False
+    known = _measured.setdefault(target, {})
+    key = ("chain", config._attn_implementation, target.dtype, target.device)
+    if key not in known:
+        known[key] = _measure_chain(target)
+    return known[key] is None
+
+
+@torch.no_grad()
+def _measure_chain(target: PreTrainedModel) -> str | None:
+    """Several tokens at once on a cache, cropped and gone on with, against plain forwards."""
+    ids = torch.arange(1, 9, device=target.device)[None] % target.config.get_text_config(decoder=True).vocab_size
+    try:
+        captured: list[torch.Tensor] = []
+        with capture_before_final_norm(target, captured):
+            cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+            target(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+            cache.activate_past_recording()
+            mask = torch.ones_like(ids)
+            chunk = target(input_ids=ids[:, 4:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+            cache.crop(-2)
+            again = target(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
+        errors = [_error(target, chunk[0, i], ids[0, : 5 + i].tolist()) for i in range(4)]
+        errors += [_error(target, again[0, i], ids[0, : 7 + i].tolist()) for i in range(2)]
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if max(errors) <= _tolerance(target) else f"differs by {max(errors):.1e}"

@@ -1,0 +1,194 @@
+"""Draft trees, as tensors.
+
+Contract: pure functions. A tree has a root (node 0, the last emitted token) and nodes sorted so that a parent comes
+before its children; siblings carry different tokens. Shapes are static: a node that could not be filled is there but
+not `valid`, and nothing descends from it. How scores come about is not known here: `expand` gives them.
+
+Shapes: B batch, N draft nodes, n = N + 1 nodes with the root, W beams, k children kept per beam, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from transformers import MinPLogitsWarper, TopPLogitsWarper
+
+# (level, which beam of the level before each new beam descends from [B, W], its token [B, W]) -> logits [B, W, V]
+Expand = Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Tree:
+    tokens: torch.Tensor  # [B, n]
+    parents: torch.Tensor  # [B, n], the root's parent is the root
+    depths: torch.Tensor  # [B, n]
+    log_probs: torch.Tensor  # [B, n], of the whole path
+    valid: torch.Tensor  # [B, n]
+    max_depth: int
+
+    @property
+    def size(self) -> int:
+        """Nodes with the root."""
+        return self.tokens.shape[1]
+
+    def to(self, device: torch.device) -> "Tree":
+        if self.tokens.device == device:
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Tree(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+
+    def ancestors(self) -> torch.Tensor:
+        """[B, n, n]: whether column is row or above it."""
+        batch, size = self.tokens.shape
+        above = torch.eye(size, dtype=torch.bool, device=self.tokens.device).expand(batch, -1, -1).clone()
+        current = self.parents
+        for _ in range(self.max_depth):
+            above.scatter_(2, current[..., None], True)
+            current = self.parents.gather(1, current)
+        return above
+
+
+def chain_of(tokens: torch.Tensor) -> Tree:
+    """The one path `tokens` [B, n], the first of them as the root."""
+    order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, n]
+    zeros, valid = torch.zeros(tokens.shape, device=tokens.device), torch.ones_like(tokens, dtype=torch.bool)
+    return Tree(tokens, (order - 1).clamp(min=0), order, zeros, valid, max_depth=tokens.shape[1] - 1)
+
+
+def root_only(tokens: torch.Tensor) -> Tree:
+    """The tree of a plain step: tokens [B] and nothing below them."""
+    return chain_of(tokens[:, None])
+
+
+def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
+    """`rows` [B] (bool) get a chain of one repeated token instead: a finished row goes on with padding."""
+    batch, size = tree.tokens.shape
+    order = torch.arange(size, device=tree.tokens.device).expand(batch, -1)  # [B, n]
+    rows = rows[:, None]  # [B, 1]
+    tokens = torch.where(rows & (order > 0), token, tree.tokens)
+    parents = torch.where(rows, (order - 1).clamp(min=0), tree.parents)
+    depths = torch.where(rows, order, tree.depths)
+    return Tree(tokens, parents, depths, tree.log_probs, tree.valid | rows, max_depth=size - 1)
+
+
+def grow_global(
+    expand: Expand,
+    root: torch.Tensor,
+    nodes: int,
+    depth: int,
+    beam_width: int,
+    top_k: int,
+    vocabulary: torch.Tensor | None = None,
+) -> Tree:
+    """The best `nodes` of a beam search by joint probability.
+
+    A parent's joint probability is never smaller than its child's and ties break toward the parent, so the best
+    nodes are a tree. No more than `nodes` of a level can be chosen, so the beam need not be wider than that.
+    """
+    beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # per level: joint, token, parent [B, C]
+    joint, tokens = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
+    joint, tokens = joint.flatten(1), tokens.flatten(1)  # [B, k]
+    levels.append((joint, tokens, torch.zeros_like(tokens)))
+    first, children = 1, tokens.shape[1]  # number of the level's first candidate (0 is the root), children per beam
+    for level in range(1, depth):
+        beam, chosen = joint.topk(min(beam_width, joint.shape[1]), dim=1)  # [B, W]
+        logits = expand(level, chosen // children, tokens.gather(1, chosen))  # [B, W, V]
+        log_probs, child_tokens = _best_children(logits, top_k, vocabulary)  # [B, W, k]
+        parents = (first + chosen)[..., None].expand_as(child_tokens)  # [B, W, k]
+        first += tokens.shape[1]
+        joint, tokens = (beam[..., None] + log_probs).flatten(1), child_tokens.flatten(1)  # [B, W k]
+        levels.append((joint, tokens, parents.flatten(1)))
+    return _select(root, levels, nodes)
+
+
+def grow_chain(
+    expand: Expand, root: torch.Tensor, nodes: int, depth: int, vocabulary: torch.Tensor | None = None
+) -> Tree:
+    """The most probable child of the most probable child, and so on."""
+    return grow_global(expand, root, nodes, depth, beam_width=1, top_k=1, vocabulary=vocabulary)
+
+
+def grow_levels(
+    expand: Expand,
+    root: torch.Tensor,
+    nodes: int,
+    depth: int,
+    top_p: float,
+    min_p: float,
+    vocabulary: torch.Tensor | None = None,
+) -> Tree:
+    """Clover's rule: level by level, with a budget that shrinks.
+
+    Token level: inside top-p and not under `min_p` of the best. Tree level: the best by joint probability, as many
+    as the budget still allows. Head level: what was kept is subtracted from the budget, and at 0 the tree is done.
+    """
+    batch = root.shape[0]
+    warpers = (TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)) if top_p < 1.0 else (MinPLogitsWarper(min_p),)
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    beam = torch.zeros(batch, 1, device=root.device)  # [B, W] joint log-probability
+    beam_tokens, chosen, numbers = root[:, None], None, torch.zeros_like(root[:, None])  # [B, W]
+    left = torch.full((batch, 1), nodes, device=root.device)  # [B, 1]
+    first = 1
+    for level in range(min(depth, nodes)):
+        logits = expand(level, chosen, beam_tokens).float()  # [B, W, V]
+        kept = logits.flatten(0, 1)  # [B W, V]
+        for warper in warpers:
+            kept = warper(None, kept)
+        log_probs = _log_probs(logits).masked_fill(kept.view_as(logits) == -torch.inf, -torch.inf)
+        log_probs, tokens = log_probs.topk(min(nodes, log_probs.shape[-1]), dim=-1)  # [B, W, k]
+        children = tokens.shape[2]
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
+        parents = numbers[..., None].expand_as(tokens).flatten(1)  # [B, W k]
+        joint, order = (beam[..., None] + log_probs).flatten(1).sort(dim=1, descending=True, stable=True)
+        rank = torch.arange(joint.shape[1], device=root.device)[None]  # [1, W k]
+        joint = joint.masked_fill(rank >= left, -torch.inf)
+        left = left - (joint > -torch.inf).sum(1, keepdim=True)
+        tokens, parents = tokens.flatten(1).gather(1, order), parents.gather(1, order)
+        levels.append((joint, tokens, parents))
+        width = min(nodes, joint.shape[1])
+        beam, beam_tokens, chosen = joint[:, :width], tokens[:, :width], order[:, :width] // children
+        numbers = (first + torch.arange(width, device=root.device))[None].expand(batch, -1)
+        first += joint.shape[1]
+    return _select(root, levels, nodes)
+
+
+def _log_probs(logits: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(torch.log_softmax(logits.float(), dim=-1), nan=-torch.inf, neginf=-torch.inf)
+
+
+def _best_children(
+    logits: torch.Tensor, top_k: int, vocabulary: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, W, V] -> log-probabilities and tokens [B, W, k]; NaN counts as impossible."""
+    best, tokens = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    log_probs = best.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
+    log_probs = torch.nan_to_num(log_probs, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    return log_probs, tokens if vocabulary is None else vocabulary[tokens]
+
+
+def _select(root: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], nodes: int) -> Tree:
+    """The best `nodes` candidates of all levels, renumbered. Candidate numbers count from 1; 0 is the root."""
+    joint, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))  # [B, C]
+    depths = torch.cat([torch.full_like(part[1], i + 1) for i, part in enumerate(levels)], dim=1)
+    # A stable sort keeps the earlier level first among equals: a parent before its child.
+    joint, order = joint.sort(dim=1, descending=True, stable=True)
+    joint, order = joint[:, :nodes], order[:, :nodes]  # [B, N]
+    number = torch.zeros(root.shape[0], tokens.shape[1] + 1, dtype=torch.long, device=root.device)
+    number.scatter_(1, order + 1, torch.arange(1, order.shape[1] + 1, device=root.device).expand_as(order))
+    valid = joint > -torch.inf
+    parents = number.gather(1, parents.gather(1, order)) * valid
+    depths = depths.gather(1, order) * valid
+
+    def below(root_value: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat((root_value[:, None].to(values.dtype), values), dim=1)  # [B, n]
+
+    zero = torch.zeros_like(root)
+    return Tree(
+        tokens=below(root, tokens.gather(1, order)),
+        parents=below(zero, parents),
+        depths=below(zero, depths),
+        log_probs=below(zero, joint),
+        valid=below(zero + 1, valid),
+        max_depth=len(levels),
+    )

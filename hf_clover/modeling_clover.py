@@ -1,0 +1,404 @@
+"""Clover heads: the network alone.
+
+Contract: `heads(hidden_states, input_ids)` takes the target's hidden states *before* its final norm at positions
+0..T-1 and the tokens that follow them (`input_ids[:, t]` is the token at position t+1). `out.head_outputs[i]` is what
+head i feeds into the target's lm_head, teacher-forced, valid for the first T-i positions and zero after; head i
+guesses the token at position t+2+i. `heads.score(x)` applies the borrowed lm_head. Decoding uses the same parts one
+at a time: `encode` (once per token of the target) and `step` (once per level of the draft).
+
+The target's lm_head, embedding and final norm are borrowed with `bind(target)` and never stored: a checkpoint holds
+head weights only. This module does not know trees, walks, losses or the Hub. It travels to the Hub as remote code, so
+it imports torch, transformers and its flat siblings only.
+
+Shapes: B batch, T positions, d hidden size, V vocabulary, K heads, `...` any leading dimensions.
+"""
+
+import contextlib
+import importlib
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.utils import ModelOutput
+
+from .configuration_clover import CloverConfig
+from .target_parts import BorrowedParts, borrow, gather_rows, unwrap
+
+INIT_NOISE = 0.01  # of the matrices that the papers start near the identity or near zero
+
+
+@dataclass
+class CloverOutput(ModelOutput):
+    """`head_outputs` [K, B, T, d]: what each head feeds into lm_head; `state` [B, T, d]: what head 0 starts from."""
+
+    head_outputs: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+
+def _linear(inputs: int, outputs: int, bias: bool, start: str) -> nn.Linear:
+    """A linear layer that starts "zero", as "noise", or as "identity" [I ; 0] plus noise, instead of at random."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.start = start  # read by `_init_weights`
+    return linear
+
+
+class CloverRMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = x.float()
+        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class AttentionDecoder(nn.Module):
+    """Brings one token into the state: attention over a single key, so the gate is a cosine, not a softmax."""
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        size, bias = config.hidden_size, config.decoder_bias
+        self.num_heads, self.eps = config.decoder_num_heads, config.rms_norm_eps
+        self.norm = CloverRMSNorm(size, config.rms_norm_eps)
+        first_paper = config.variant == "clover"
+        self.q = _linear(size, size, bias, "gaussian identity" if first_paper else "identity")
+        self.k = _linear(size, size, bias, "gaussian identity" if first_paper else "identity")
+        self.v = _linear(size, size, bias, "zero" if first_paper else "noise")
+        self.activation = nn.SiLU() if config.decoder_activation == "silu" else nn.Identity()
+
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        per_head = (self.num_heads, -1)
+        q = self.q(self.norm(state)).unflatten(-1, per_head)  # [..., heads, d / heads]
+        k = self.k(embedding).unflatten(-1, per_head)  # [..., heads, d / heads]
+        v = self.v(embedding).unflatten(-1, per_head)  # [..., heads, d / heads]
+        gate = F.cosine_similarity(q, k, dim=-1, eps=self.eps)  # [..., heads]
+        return state + self.activation(gate[..., None] * v).flatten(-2)
+
+
+class MLPDecoder(nn.Module):
+    """The ablation that stands in for the Attention Decoder: state and token meet in one gated layer."""
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        self.norm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.up = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.decoder_bias)
+        self.down = _linear(config.hidden_size, config.hidden_size, config.decoder_bias, "zero")
+
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        return state + self.down(F.silu(self.up(torch.cat((self.norm(state), embedding), dim=-1))))
+
+
+class ResidualBlock(nn.Module):
+    """Medusa's block: x + SiLU(Wx + b), W zero at the start."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = _linear(size, size, True, "zero")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class CloverAttention(nn.Module):
+    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim = layer_idx, config.head_dim
+        size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=config.attention_output_bias)
+        self.q_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        per_head = (-1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
+        v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)  # [B, kv_heads, T, head_dim]
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
+        causal = mask is None and q.shape[2] > 1
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class CloverMLP(nn.Module):
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class AugmentingLayer(nn.Module):
+    """A Llama-style decoder layer, or one half of it where an ablation asks for that."""
+
+    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = self.mlp = None
+        if config.augmenting_block in ("full", "attention"):
+            self.input_layernorm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attn = CloverAttention(config, layer_idx)
+        if config.augmenting_block in ("full", "mlp"):
+            self.post_attention_layernorm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = CloverMLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        if self.self_attn is not None:
+            x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+        if self.mlp is not None:
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+class CloverHeads(PreTrainedModel):
+    """Speculative heads for one target. Made by `from_target`, `from_pretrained` or `from_reference_checkpoint`."""
+
+    config_class = CloverConfig
+    base_model_prefix = "heads"
+    main_input_name = "hidden_states"
+    _no_split_modules = ["AugmentingLayer"]
+    _supports_sdpa = True
+    supports_gradient_checkpointing = False
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__(config)
+        decoders = {"attention": AttentionDecoder, "mlp": MLPDecoder, "none": None}
+        decoder = decoders[config.decoder]
+        size, eps, projector = config.hidden_size, config.rms_norm_eps, config.output_projector
+        if config.has_entry_decoder:
+            self.entry_decoder = decoder(config)
+        if config.has_augmenting_block:
+            self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
+            self.rotary_emb = LlamaRotaryEmbedding(config)
+        if config.has_augmenting_block or config.has_entry_decoder:
+            self.norm = CloverRMSNorm(size, eps)  # otherwise nothing was changed: the target's own norm closes
+        if decoder is not None:
+            self.decoder = decoder(config)
+        if projector == "fc":
+            if self._head_0_has_no_decoder:
+                self.first_fc = _linear(size, size, True, "identity")
+            # One for all later heads; without the Regressive Connection they would all say the same, so one each.
+            count = 1 if config.can_draft_beyond_heads else config.num_heads
+            self.fc = nn.ModuleList(_linear(2 * size, size, True, "identity") for _ in range(count))
+            self.head_norm = CloverRMSNorm(size, eps)
+        else:
+            self.residual_blocks = nn.ModuleList(ResidualBlock(size) for _ in range(config.num_heads))
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [draft V] ids of the target
+        self.generation_config = GenerationConfig()  # num_assistant_tokens None: the machine chooses
+        object.__setattr__(self, "_borrowed", None)
+        self.post_init()
+
+    # ------------------------------------------------------------------ the network
+
+    @property
+    def _head_0_has_no_decoder(self) -> bool:
+        return self.config.decoder_position == "before"
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., d]: rows of the target's lm_head (or of its input embedding where those cannot be read)."""
+        rows = F.embedding(input_ids.to(self.borrowed.embedding.device), self.borrowed.embedding)
+        rows = rows.to(device=input_ids.device, dtype=self.dtype)
+        return F.normalize(rows, dim=-1) if self.config.normalize_embeddings else rows
+
+    def encode(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that head 0 starts from.
+
+        `attention_mask` is 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it.
+        """
+        x = hidden_states.to(self.dtype)
+        if self.config.has_entry_decoder:
+            x = self.entry_decoder(x, self.embed(input_ids))
+        if self.config.has_augmenting_block:
+            if position_ids is None:
+                position_ids = torch.arange(x.shape[1], device=x.device)[None]  # [1, T]
+            if attention_mask is None or attention_mask.ndim == 2:
+                attention_mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+            rope = self.rotary_emb(x, position_ids)
+            for layer in self.layers:
+                x = layer(x, rope, attention_mask, past_key_values)
+        closing_norm = self.norm if hasattr(self, "norm") else self.borrowed.norm
+        return closing_norm(x).to(self.dtype)
+
+    def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).
+
+        Level 0 takes the state that `encode` gave and the target's own token. Without the Regressive Connection
+        every level takes those two.
+        """
+        embedding = None
+        if not (level == 0 and self._head_0_has_no_decoder):
+            if self.config.decoder != "none" or self.config.output_projector == "fc":
+                embedding = self.embed(input_ids)
+            if self.config.decoder != "none":
+                decoded = self.decoder(state, embedding)
+                return self._project(level, decoded, embedding), decoded if self.config.regressive else state
+        return self._project(level, state, embedding), state
+
+    def _project(self, level: int, state: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
+        if self.config.output_projector == "residual":
+            return self.residual_blocks[level](state)
+        if embedding is None:
+            return self.head_norm(self.first_fc(state))
+        fc = self.fc[0] if self.config.can_draft_beyond_heads else self.fc[level]
+        return self.head_norm(fc(torch.cat((state, embedding), dim=-1)))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        return_dict: bool = True,
+    ) -> CloverOutput | tuple[torch.Tensor, ...]:
+        if hidden_states.shape[:2] != input_ids.shape:
+            raise ValueError(
+                f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
+                f"{tuple(hidden_states.shape)}: input_ids[:, t] is the token that follows hidden_states[:, t]."
+            )
+        first_state = self.encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
+        state, length, outputs = first_state, input_ids.shape[1], []
+        for level in range(self.config.num_heads):
+            valid = max(length - level, 0)
+            tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
+            out, state = self.step(level, state[:, :valid], tokens)  # [B, T - level, d]
+            outputs.append(F.pad(out, (0, 0, 0, length - valid)))
+        output = CloverOutput(head_outputs=torch.stack(outputs), state=first_state)
+        return output if return_dict else output.to_tuple()
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """What goes into lm_head [..., d] -> logits [..., V], or [..., draft V] where there is a draft vocabulary."""
+        borrowed = self.borrowed
+        if self.config.draft_vocab_size is None:
+            weight = getattr(borrowed.lm_head, "weight", None)
+            is_plain = weight is not None and weight.is_floating_point()
+            logits = borrowed.lm_head(x.to(weight.dtype if is_plain else x.dtype))
+        elif borrowed.draft_rows is not None:
+            rows, bias = borrowed.draft_rows
+            logits = F.linear(x.to(rows.dtype), rows, bias)
+        else:
+            logits = borrowed.lm_head(x)[..., self.draft_ids]
+        return borrowed.scale(logits)
+
+    # ------------------------------------------------------------------ the target's parts
+
+    @property
+    def borrowed(self) -> BorrowedParts:
+        if self._borrowed is None:
+            raise RuntimeError("These heads are not bound to a target: call `heads.bind(target)` first.")
+        return self._borrowed
+
+    def bind(self, target: PreTrainedModel) -> "CloverHeads":
+        """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
+        target = unwrap(target)
+        lm_head = target.get_output_embeddings()
+        if self._borrowed is None or self._borrowed.lm_head is not lm_head:
+            object.__setattr__(self, "_borrowed", borrow(self.config, target))
+        if self.config.draft_vocab_size is not None:
+            self._borrowed.draft_rows = gather_rows(lm_head, self.draft_ids)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the target behind."""
+        return {**self.__dict__, "_borrowed": None}
+
+    # ------------------------------------------------------------------ making, saving, generating
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        start = getattr(module, "start", None)
+        if start == "zero":
+            init.zeros_(module.weight)
+        elif start == "noise":
+            init.uniform_(module.weight, 0.0, INIT_NOISE)
+        elif start in ("identity", "gaussian identity"):
+            noise = torch.empty_like(module.weight)
+            noise = noise.normal_(0.0, INIT_NOISE) if "gaussian" in start else noise.uniform_(0.0, INIT_NOISE)
+            init.copy_(module.weight, noise + torch.eye(*noise.shape, device=noise.device, dtype=noise.dtype))
+        if isinstance(module, CloverHeads) and self.config.draft_vocab_size is not None:
+            init.copy_(module.draft_ids, torch.arange(self.config.draft_vocab_size))
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, variant: str = "clover-2", **fields: Any) -> "CloverHeads":
+        """New heads for `target`, started from its last layer and final norm; `fields` are those of `CloverConfig`."""
+        return _package("interop").heads_from_target(cls, target, variant, fields)
+
+    @classmethod
+    def from_reference_checkpoint(
+        cls, folder: str | os.PathLike, target: PreTrainedModel, allow_pickle: bool = False
+    ) -> "CloverHeads":
+        """Heads trained with the papers' public reference, computing what the reference computes."""
+        return _package("interop").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
+
+    def generate_with(self, model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook."""
+        return _package("decoding.entry").generate_with(self, model, input_ids, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        os.makedirs(save_directory, exist_ok=True)
+        self.generation_config.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        hub_options = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+        hub_kwargs = {name: kwargs[name] for name in hub_options if kwargs.get(name) is not None}
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        heads = loaded[0] if isinstance(loaded, tuple) else loaded
+        if pretrained_model_name_or_path is not None:
+            with contextlib.suppress(OSError):  # no such file: the defaults stand
+                heads.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
+        return loaded
+
+
+def _package(module: str) -> ModuleType:
+    """A module of the installed package: this file may be running as remote code, which has the network alone."""
+    try:
+        return importlib.import_module(f"hf_clover.{module}")
+    except ImportError as error:
+        raise ImportError("This needs the hf_clover package: `pip install hf-clover`.") from error
+
+
+CloverHeads.register_for_auto_class("AutoModel")
+
+__all__ = ["CloverHeads", "CloverOutput"]
