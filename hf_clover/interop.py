@@ -86,7 +86,7 @@ class _LastLayer:
         self.mlp = children.get("mlp") or children.get("feed_forward")
         self.attention_norm = children.get("input_layernorm")
         self.mlp_norm = children.get("post_attention_layernorm")
-        self.num_heads = config.num_attention_heads
+        self.num_heads = getattr(config, "num_attention_heads", None) or _head_count(self.hidden_size)
         self.num_kv_heads = getattr(config, "num_key_value_heads", None) or self.num_heads
         self.head_dim = getattr(config, "head_dim", None) or self.hidden_size // self.num_heads
         # Two norms around each half (Gemma 2, OLMo 2) or a shared one (Phi, Cohere) mean another residual stream.
@@ -203,6 +203,11 @@ class _LastLayer:
             else:
                 fresh.append(f"MLP ({_why(self.mlp, self.is_sequential)})")
         return fresh
+
+
+def _head_count(hidden_size: int) -> int:
+    """Attention heads for a target that has none of its own: of size 64 where that divides."""
+    return hidden_size // 64 if hidden_size % 64 == 0 else 1
 
 
 def _why(module: nn.Module | None, is_sequential: bool) -> str:

@@ -60,6 +60,7 @@ class Text:
     in_lockstep: bool = True  # all rows stand at the same token, because something looks at the whole batch
     is_plain_greedy: bool = False  # picking a token takes its logits and nothing else
     is_pure: bool = False  # processors and criteria may be called for tokens that are then dropped
+    dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
     finished: list[bool] = field(default_factory=list)
     emitted: int = 0
 
@@ -100,6 +101,7 @@ class Text:
         if not text.in_lockstep:
             text.input_ids = list(input_ids.split(1))
             text.processors = [_for_row(processors, row) for row in range(batch)]
+            text.dice = Dice(batch) if config.do_sample else None
         return text
 
     @property
@@ -115,6 +117,35 @@ class Text:
         rows = self.rows()
         length = max(len(row) for row in rows)
         return torch.stack([torch.nn.functional.pad(row, (0, length - len(row)), value=self.pad or 0) for row in rows])
+
+
+class Dice:
+    """The random numbers plain generate would use for one row of a batch, when the rows stand at different tokens.
+
+    Plain generate draws for the whole batch at every token. So the first row to reach a token draws for the whole
+    batch there and the generator's state before it is kept; a row that comes later draws again from that state.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.states: dict[int, torch.Tensor] = {}  # by text length
+
+    def throw(self, row: int, length: int, probs: torch.Tensor) -> torch.Tensor:
+        """One token [1] for `row`, from its probabilities [1, V]."""
+        random = torch.get_device_module(probs.device) if probs.device.type != "cpu" else torch
+        device = (probs.device,) if probs.device.type != "cpu" else ()
+        weights = torch.ones_like(probs).repeat(self.batch_size, 1)  # [B, V]
+        weights[row] = probs[0]
+        now = random.get_rng_state(*device)
+        is_first = length not in self.states
+        if is_first:
+            self.states[length] = now
+        else:
+            random.set_rng_state(self.states[length], *device)
+        token = torch.multinomial(weights, num_samples=1)[row]
+        if not is_first:
+            random.set_rng_state(now, *device)
+        return token
 
 
 # ---------------------------------------------------------------------- the plain walk
@@ -157,7 +188,10 @@ def _replay_rows(
             text.logits += (raw,)
         if text.config.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [k]
+            if text.dice is None:
+                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [k]
+            else:
+                tokens = text.dice.throw(rows[0], input_ids.shape[1], probs)
         else:
             tokens = torch.argmax(scores, dim=-1)  # [k]
         if text.pad is not None:

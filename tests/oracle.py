@@ -1,0 +1,75 @@
+"""Drafters that know the answer, so that the loop is tested at every depth of acceptance.
+
+Contract: inside `planted(truth)`, every drafter plants the target's own continuation `truth` [B, L] for a random
+number of steps, then goes wrong, among random siblings: full, partial and no acceptance all occur. The heads still
+run (they are fed as always), only the tree is another. Random, but the same for the same seed.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from hf_clover.decoding import loop
+from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.tree import Tree, root_only
+
+
+class PlantingGenerator(CloverCandidateGenerator):
+    truth: torch.Tensor
+    rng: random.Random
+    start: int  # how many of the truth's columns are the prompt
+
+    def extend(self, hidden, next_tokens, positions, counts):
+        first = self.state is None
+        super().extend(hidden, next_tokens, positions, counts)
+        if first:  # the prompt, and the first emitted token
+            self.place = [self.start + 1] * len(counts)
+        else:
+            self.place = [place + count for place, count in zip(self.place, counts, strict=True)]
+
+    def draft(self, nodes: int, shape: str | None = None) -> Tree:
+        if nodes == 0:
+            return root_only(self.roots)
+        rows = [self._row(row, nodes) for row in range(len(self.place))]
+        tokens, parents, depths = (torch.tensor(values) for values in zip(*rows, strict=True))
+        tokens[:, 0] = self.roots
+        ones = torch.ones_like(tokens)
+        return Tree(tokens, parents, depths, -ones.float(), ones.bool(), max_depth=nodes)
+
+    def _row(self, row: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
+        """A random tree with the truth's next tokens down one path as far as a random depth."""
+        ahead = self.truth[row, self.place[row] :].tolist()[: self.rng.randint(0, nodes)]
+        tokens, parents, depths, children = [0], [0], [0], {0: set()}
+
+        def add(parent: int, token: int) -> int:
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depths[parent] + 1)
+            children[parent].add(token)
+            children[len(tokens) - 1] = set()
+            return len(tokens) - 1
+
+        tip = 0
+        while len(tokens) <= nodes:
+            if ahead and self.rng.random() < 0.6:
+                tip = add(tip, ahead.pop(0))
+            else:
+                parent = self.rng.randrange(len(tokens))
+                free = [t for t in range(self.heads.config.vocab_size) if t not in children[parent]]
+                if parent == tip and ahead:
+                    free = [t for t in free if t != ahead[0]]
+                if free:
+                    add(parent, self.rng.choice(free))
+        return tokens, parents, depths
+
+
+@contextmanager
+def planted(truth: torch.Tensor, start: int, seed: int = 0) -> Iterator[None]:
+    """`truth` [B, L] begins with the `start` columns of the prompt."""
+    fields = {"truth": truth, "rng": random.Random(seed), "start": start}
+    generator = type("Planted", (PlantingGenerator,), fields)
+    with mock.patch.object(loop, "CloverCandidateGenerator", generator):
+        yield

@@ -1,0 +1,81 @@
+"""Every family of the zoo, every attention it runs with: the tokens are plain generate's, and drafts were accepted."""
+
+import warnings
+
+import pytest
+import torch
+from oracle import planted
+from zoo import ZOO, build, ragged_batch
+
+from hf_clover import CloverHeads
+from hf_clover.decoding.support import CloverWarning
+
+VOCABULARY, NEW = 32, 30
+RUNS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
+TREE_RUNS = [run for run in RUNS if ZOO[run[0]].route == "tree"]
+OTHER_RUNS = [run for run in RUNS if ZOO[run[0]].route != "tree"]
+FAMILIES = [name for name, attention in TREE_RUNS if attention == ZOO[name].attn[0]]
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 8}
+SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
+
+
+def generate(model, inputs, heads=None, **kwargs):
+    kwargs = {"max_new_tokens": NEW, "return_dict_in_generate": True, **kwargs}
+    if heads is not None:
+        kwargs["assistant_model"] = heads
+    return model.generate(**inputs, **kwargs)
+
+
+@pytest.mark.parametrize(("name", "attention"), TREE_RUNS)
+def test_greedy_tokens_with_planted_trees(name, attention):
+    model = build(name, attention, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model)
+    depths = set()
+    for shape, lengths in SHAPES.items():
+        inputs = ragged_batch(VOCABULARY, lengths)
+        plain = generate(model, inputs).sequences
+        for seed in range(2):
+            with planted(plain, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
+                warnings.simplefilter("error", CloverWarning)  # no fallback
+                out = generate(model, inputs, heads, num_assistant_tokens=6)
+            assert torch.equal(out.sequences, plain), f"{name} {attention} {shape}"
+            assert out.speculation.method == "tree"
+            assert out.speculation.accepted_tokens > 10 * len(lengths), "a test that accepts nothing proves nothing"
+            depths.add(out.speculation.tokens_per_forward)
+    assert min(depths) < 6, "some drafts must have been rejected"
+
+
+@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_and_same_seed_with_real_heads(name, variant):
+    """Untrained heads with wide trees over a small vocabulary: some guesses are right by chance."""
+    model = build(name, ZOO[name].attn[0], vocab_size=16)
+    heads = CloverHeads.from_target(model, variant=variant)
+    for lengths in SHAPES.values():
+        inputs, accepted = ragged_batch(16, lengths), 0
+        for seed, kwargs in enumerate(({}, SAMPLED, SAMPLED)):
+            torch.manual_seed(seed)
+            plain = generate(model, inputs, **kwargs).sequences
+            after_plain = torch.rand(1)
+            torch.manual_seed(seed)
+            out = generate(model, inputs, heads, num_assistant_tokens=30, **kwargs)
+            assert torch.equal(out.sequences, plain), f"{lengths} {kwargs}"
+            assert torch.equal(torch.rand(1), after_plain), "as many random numbers must be used, no more and no less"
+            accepted += out.speculation.accepted_tokens
+        assert accepted > 0
+
+
+@pytest.mark.parametrize(("name", "attention"), OTHER_RUNS)
+def test_targets_that_cannot_verify_a_tree_fall_back(name, attention):
+    model = build(name, attention, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model)
+    for lengths in SHAPES.values():
+        inputs = ragged_batch(VOCABULARY, lengths)
+        plain = generate(model, inputs).sequences
+        with pytest.warns(CloverWarning, match="cannot verify") as caught:
+            out = generate(model, inputs, heads)
+        assert len([w for w in caught if issubclass(w.category, CloverWarning)]) == 1
+        assert torch.equal(out.sequences, plain)
+        expected = ZOO[name].route if len(lengths) == 1 else "plain"
+        assert out.speculation.method == expected
+        assert out.speculation.reason and out.speculation.reason in str(caught[0].message)
