@@ -13,9 +13,12 @@ from ._lazy import when_imported
 __version__ = "0.1.0"
 
 _HOME = {
+    "AcceptanceCallback": "training.callbacks",
     "CloverCandidateGenerator": "decoding.drafting",
     "CloverConfig": "configuration_clover",
     "CloverHeads": "modeling_clover",
+    "CloverTrainer": "training.trainer",
+    "CloverTrainingConfig": "training.config",
     "Speculation": "decoding.loop",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
@@ -23,9 +26,12 @@ _HOME = {
 }
 
 __all__ = [
+    "AcceptanceCallback",
     "CloverCandidateGenerator",
     "CloverConfig",
     "CloverHeads",
+    "CloverTrainer",
+    "CloverTrainingConfig",
     "Speculation",
     "TreeCache",
     "__version__",
@@ -40,6 +46,9 @@ if TYPE_CHECKING:
     from .decoding.hook import install_hook, uninstall_hook
     from .decoding.loop import Speculation
     from .modeling_clover import CloverHeads
+    from .training.callbacks import AcceptanceCallback
+    from .training.config import CloverTrainingConfig
+    from .training.trainer import CloverTrainer
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,9 @@ the Hub beside `modeling_clover.py`, so it knows transformers and nothing else.
 
 from typing import Any, ClassVar
 
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # What each variant of the papers is made of. A field the user leaves at None takes its value from here.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -92,6 +94,7 @@ class CloverConfig(PreTrainedConfig):
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, attention_bias,
         attention_output_bias, mlp_bias, qk_norm: shape of the Augmenting Block's layers, as in the target's layers.
         rope_parameters (`dict`, *optional*): rotary embedding of the Augmenting Block.
+        use_rope (`bool`, defaults to `True`): off, the Augmenting Block knows no positions, as some targets' layers.
         rms_norm_eps (`float`): of every norm, and of the cosine gate.
         decoder (`str`, *optional*): what brings a token into the state: `"attention"` (the Attention Decoder),
             `"mlp"` in its place, or `"none"`.
@@ -132,6 +135,7 @@ class CloverConfig(PreTrainedConfig):
     mlp_bias: bool = False
     qk_norm: bool = False
     rope_parameters: dict | None = None
+    use_rope: bool = True
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
@@ -179,6 +183,17 @@ class CloverConfig(PreTrainedConfig):
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Fields changed in loading are checked too, which transformers sets without a word."""
+        loaded = super().from_dict(config_dict, **kwargs)
+        (loaded[0] if isinstance(loaded, tuple) else loaded)._validate_clover()
+        return loaded
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> "CloverConfig":
+        """Itself: transformers would take the field `decoder` for a nested config."""
+        return self
+
     @property
     def has_augmenting_block(self) -> bool:
         return self.augmenting_block != "none" and self.num_augmenting_layers > 0
@@ -191,7 +206,12 @@ class CloverConfig(PreTrainedConfig):
     @property
     def can_draft_beyond_heads(self) -> bool:
         """Whether later heads are one network, so that a tree may be grown deeper than the heads trained."""
-        return self.regressive and self.output_projector == "fc"
+        return self.regressive and self.output_projector == "fc" and self.num_later_heads > 0
+
+    @property
+    def num_later_heads(self) -> int:
+        """The heads that decode a token: all, or all but head 0 where the first decoder stands before the block."""
+        return self.num_heads - (self.decoder_position == "before")
 
     def _require(self, field: str, condition: bool, wanted: str) -> None:
         if not condition:
@@ -232,6 +252,7 @@ class CloverConfig(PreTrainedConfig):
             "attention_output_bias",
             "mlp_bias",
             "qk_norm",
+            "use_rope",
         ):
             self._require(field, isinstance(getattr(self, field), bool), "True or False")
         self._require_number("rms_norm_eps", 1e-12, 1e-1)
@@ -241,16 +262,24 @@ class CloverConfig(PreTrainedConfig):
         self._require_number("token_loss_weight", 0.0, 1e6)
         self._require_number("draft_top_p", 0.0, 1.0)
         self._require_number("draft_min_p", 0.0, 1.0)
-        for field in ("target_name_or_path", "target_revision", "target_fingerprint", "hidden_act"):
+        for field in ("target_name_or_path", "target_revision", "target_fingerprint"):
             value = getattr(self, field)
             self._require(field, value is None or isinstance(value, str), "a string")
-        self._require("rope_parameters", isinstance(self.rope_parameters, dict | None), "a dictionary")
+        is_hex = set(self.target_fingerprint or "0") <= set("0123456789abcdef")
+        self._require("target_fingerprint", is_hex and self.target_fingerprint != "", "a hexadecimal number")
+        known = isinstance(self.hidden_act, str) and self.hidden_act in ACT2FN
+        self._require("hidden_act", known, "an activation function that transformers names")
+        self._validate_rope_parameters()
         divides = self.num_attention_heads % self.num_key_value_heads == 0
         self._require("num_key_value_heads", divides, f"a divisor of num_attention_heads={self.num_attention_heads}")
         if self.head_dim is None:
             divides = self.hidden_size % self.num_attention_heads == 0
             wanted = f"a divisor of hidden_size={self.hidden_size}, or come with a head_dim"
             self._require("num_attention_heads", divides, wanted)
+        if self.has_augmenting_block and self.augmenting_block != "mlp" and self.use_rope:
+            is_even = (self.head_dim or self.hidden_size // self.num_attention_heads) % 2 == 0
+            field = "num_attention_heads" if self.head_dim is None else "head_dim"
+            self._require(field, is_even, "such that head_dim is even: rotary embeddings turn pairs")
         if self.decoder == "attention":
             divides = self.hidden_size % self.decoder_num_heads == 0
             self._require("decoder_num_heads", divides, f"a divisor of hidden_size={self.hidden_size}")
@@ -260,6 +289,16 @@ class CloverConfig(PreTrainedConfig):
         if self.draft_depth is not None and not self.can_draft_beyond_heads:
             wanted = f"at most num_heads={self.num_heads}, since these heads do not share their weights"
             self._require("draft_depth", self.draft_depth <= self.num_heads, wanted)
+
+    def _validate_rope_parameters(self) -> None:
+        rope = self.rope_parameters
+        self._require("rope_parameters", isinstance(rope, dict | None), "a dictionary")
+        rope = rope or {}
+        kinds = ["default", *ROPE_INIT_FUNCTIONS]
+        self._require("rope_parameters", rope.get("rope_type", "default") in kinds, f"of a `rope_type` among {kinds}")
+        theta = rope.get("rope_theta", 10000.0)
+        is_positive = isinstance(theta, int | float) and theta > 0
+        self._require("rope_parameters", is_positive, "such that its `rope_theta` is a positive number")
 
 
 CloverConfig.register_for_auto_class()

@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.utils import ModelOutput
 
 from .configuration_clover import CloverConfig
-from .target_parts import BorrowedParts, borrow, gather_rows, unwrap
+from .target_parts import BorrowedParts, borrow, gather_rows, is_plain, unwrap
 
 INIT_NOISE = 0.01  # of the matrices that the papers start near the identity or near zero
 
@@ -114,7 +114,7 @@ class ResidualBlock(nn.Module):
 class CloverAttention(nn.Module):
     def __init__(self, config: CloverConfig, layer_idx: int) -> None:
         super().__init__()
-        self.layer_idx, self.head_dim = layer_idx, config.head_dim
+        self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
         size, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
@@ -134,7 +134,8 @@ class CloverAttention(nn.Module):
         q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
         v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)  # [B, kv_heads, T, head_dim]
-        q, k = apply_rotary_pos_emb(q, k, *rope)
+        if self.use_rope:
+            q, k = apply_rotary_pos_emb(q, k, *rope)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
         causal = mask is None and q.shape[2] > 1
@@ -203,13 +204,13 @@ class CloverHeads(PreTrainedModel):
             self.rotary_emb = LlamaRotaryEmbedding(config)
         if config.has_augmenting_block or config.has_entry_decoder:
             self.norm = CloverRMSNorm(size, eps)  # otherwise nothing was changed: the target's own norm closes
-        if decoder is not None:
+        if decoder is not None and config.num_later_heads > 0:
             self.decoder = decoder(config)
         if projector == "fc":
             if self._head_0_has_no_decoder:
                 self.first_fc = _linear(size, size, True, "identity")
             # One for all later heads; without the Regressive Connection they would all say the same, so one each.
-            count = 1 if config.can_draft_beyond_heads else config.num_heads
+            count = 1 if config.can_draft_beyond_heads else config.num_later_heads
             self.fc = nn.ModuleList(_linear(2 * size, size, True, "identity") for _ in range(count))
             self.head_norm = CloverRMSNorm(size, eps)
         else:
@@ -242,21 +243,23 @@ class CloverHeads(PreTrainedModel):
     ) -> torch.Tensor:
         """Hidden states [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that head 0 starts from.
 
-        `attention_mask` is 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it.
+        `attention_mask` is 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it. Positions
+        go on from the cache's length unless they are given.
         """
         x = hidden_states.to(self.dtype)
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:
             if position_ids is None:
-                position_ids = torch.arange(x.shape[1], device=x.device)[None]  # [1, T]
+                past = past_key_values.get_seq_length() if past_key_values is not None else 0
+                position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
             if attention_mask is None or attention_mask.ndim == 2:
                 attention_mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
             rope = self.rotary_emb(x, position_ids)
             for layer in self.layers:
                 x = layer(x, rope, attention_mask, past_key_values)
         closing_norm = self.norm if hasattr(self, "norm") else self.borrowed.norm
-        return closing_norm(x).to(self.dtype)
+        return closing_norm(x.to(next(closing_norm.parameters(), x))).to(x)
 
     def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).
@@ -278,7 +281,7 @@ class CloverHeads(PreTrainedModel):
             return self.residual_blocks[level](state)
         if embedding is None:
             return self.head_norm(self.first_fc(state))
-        fc = self.fc[0] if self.config.can_draft_beyond_heads else self.fc[level]
+        fc = self.fc[0] if self.config.can_draft_beyond_heads else self.fc[level - self._head_0_has_no_decoder]
         return self.head_norm(fc(torch.cat((state, embedding), dim=-1)))
 
     def forward(
@@ -310,8 +313,7 @@ class CloverHeads(PreTrainedModel):
         borrowed = self.borrowed
         if self.config.draft_vocab_size is None:
             weight = getattr(borrowed.lm_head, "weight", None)
-            is_plain = weight is not None and weight.is_floating_point()
-            logits = borrowed.lm_head(x.to(weight.dtype if is_plain else x.dtype))
+            logits = borrowed.lm_head(x.to(weight.dtype if is_plain(weight) else x.dtype))
         elif borrowed.draft_rows is not None:
             rows, bias = borrowed.draft_rows
             logits = F.linear(x.to(rows.dtype), rows, bias)
@@ -370,9 +372,12 @@ class CloverHeads(PreTrainedModel):
         """Heads trained with the papers' public reference, computing what the reference computes."""
         return _package("interop").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
 
-    def generate_with(self, model: PreTrainedModel, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+    def generate_with(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, num_assistant_tokens: int | None = None, **kwargs: Any
+    ) -> Any:
         """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook."""
-        return _package("decoding.entry").generate_with(self, model, input_ids, **kwargs)
+        generate_with = _package("decoding.entry").generate_with
+        return generate_with(self, model, input_ids, num_assistant_tokens=num_assistant_tokens, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         os.makedirs(save_directory, exist_ok=True)

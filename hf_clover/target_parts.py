@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_clover import CloverConfig
@@ -17,6 +17,7 @@ from .configuration_clover import CloverConfig
 logger = logging.get_logger(__name__)
 
 FINGERPRINT_ROWS, FINGERPRINT_COLUMNS = 16, 8
+SOFT_CAP_NAMES = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "layer_norm")
 
 
@@ -101,9 +102,15 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
     return BorrowedParts(lm_head, rows, norm if norm is not None else nn.Identity(), *_logit_scaling(text_config))
 
 
-def readable_rows(module: nn.Module | None, config: CloverConfig) -> torch.Tensor | None:
+def is_plain(weight: Any) -> bool:
+    """Whether these are the weights themselves, not the 4 or 8 bits (float8 too) that stand for them elsewhere."""
+    return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
+
+
+def readable_rows(module: nn.Module | None, config: PreTrainedConfig) -> torch.Tensor | None:
+    """[>= V, d], V and d being those of `config`, the target's or the heads'."""
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.ndim != 2:
+    if not is_plain(weight) or weight.ndim != 2:
         return None
     return weight if weight.shape[0] >= config.vocab_size and weight.shape[1] == config.hidden_size else None
 
@@ -144,12 +151,13 @@ def _logit_scaling(text_config: Any) -> tuple[float, float | None]:
         scale = scaling if text_config.model_type == "hyperclovax" else 1.0 / scaling  # Granite divides
     if scale is None:
         scale = getattr(text_config, "lm_head_multiplier", None)
-    return (1.0 if scale is None else float(scale)), getattr(text_config, "final_logit_softcapping", None)
+    caps = (getattr(text_config, name, None) for name in SOFT_CAP_NAMES)
+    return (1.0 if scale is None else float(scale)), next((cap for cap in caps if cap), None)
 
 
 def gather_rows(lm_head: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     weight, bias = getattr(lm_head, "weight", None), getattr(lm_head, "bias", None)
-    if type(lm_head) is not nn.Linear or not weight.is_floating_point():
+    if type(lm_head) is not nn.Linear or not is_plain(weight):
         return None
     ids = ids.to(weight.device)
     return weight.detach()[ids], None if bias is None else bias.detach()[ids]

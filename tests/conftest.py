@@ -17,4 +17,3 @@ import hf_clover  # noqa: F401  (installs the hook)
 def _deterministic():
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    yield

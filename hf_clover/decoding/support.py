@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from .tree import Tree
 from .verify import TREE_ATTENTION, TargetRun, capture_before_final_norm
 from .walk import Text
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+LARGEST_TREE = 512  # slots that a step may use beyond the text, generously
 OTHER_CACHES = ("offloaded", "offloaded_static", "offloaded_hybrid", "quantized")
 
 
@@ -48,7 +49,7 @@ def choose_route(
         return Route("plain", f"a tree cannot be kept in a {generation_config.cache_implementation} cache")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         return Route("plain", f"a tree cannot be kept in a `{type(cache).__name__}`")
-    reason = _why_no_tree(target)
+    reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route("tree")
     return Route("chain" if _chain_is_exact(target, text, cache) else "plain", reason)
@@ -81,8 +82,20 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     known = _measured.setdefault(target, {})
     key = (implementation, target.dtype, target.device)
     if key not in known:
-        known[key] = _measure(target)
+        try:
+            known[key] = _measure(target)
+        except _NotANumberError:
+            return None  # the walk will say so, and the next call measures again
     return known[key]
+
+
+def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
+    """Llama 4 scales its queries by cache slot, not position, from `floor_scale` slots on."""
+    config = target.config.get_text_config(decoder=True)
+    limit = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
+    if limit is not None and length + LARGEST_TREE >= limit:
+        return f"its attention temperature counts cache slots as positions from {limit} tokens on"
+    return None
 
 
 def _cache_layers(config: Any) -> list[Any]:
@@ -103,6 +116,8 @@ def _measure(target: PreTrainedModel) -> str | None:
     """Compare a tree's logits with those of its paths: two rows, one left-padded, before and after a commit."""
     try:
         worst = _tree_error(target)
+    except _NotANumberError:
+        raise
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
     if not worst <= _tolerance(target):
@@ -152,9 +167,15 @@ def _path_to(node: int) -> list[int]:
     return [0] if node == 0 else [*_path_to(_TREE_PARENTS[node]), node]
 
 
+class _NotANumberError(Exception):
+    """The target's plain logits are NaN, so there is nothing to compare with."""
+
+
 def _error(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> float:
     """How far `logits` [V] are from plain ones for the same text, against how far those spread."""
     plain = target(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0, -1].float()
+    if bool(plain.isnan().any()):
+        raise _NotANumberError
     return float((logits.float().to(plain.device) - plain).pow(2).mean().sqrt() / plain.std().clamp(min=1e-12))
 
 
@@ -167,10 +188,9 @@ def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
     It takes one row, and calls processors and criteria for tokens that may be rejected: pure ones only.
     """
     config = target.config.get_text_config(decoder=True)
-    layers = _cache_layers(config)
     if len(text.finished) > 1 or not text.is_pure or target._is_stateful or type(cache) is not DynamicCache:
         return False
-    if not all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+    if not all(getattr(layer, "is_croppable", type(layer) is DynamicLayer) for layer in _cache_layers(config)):
         return False
     known = _measured.setdefault(target, {})
     key = ("chain", config._attn_implementation, target.dtype, target.device)

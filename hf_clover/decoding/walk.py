@@ -9,6 +9,7 @@ Shapes: B batch, n tree nodes, V vocabulary, L text columns.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,16 @@ _ROWWISE_PROCESSORS = tuple(
     )
     if hasattr(logits_process, name)
 )
+# Of these, the ones that do not look at the text at all.
+_SCORE_PROCESSORS = tuple(
+    getattr(logits_process, name)
+    for name in (
+        *("TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
+        *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
+        *("LogitNormalization", "SuppressTokensLogitsProcessor"),
+    )
+    if hasattr(logits_process, name)
+)
 _ROWWISE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 
@@ -59,6 +70,7 @@ class Text:
     logits: tuple[torch.Tensor, ...] | None = None
     in_lockstep: bool = True  # all rows stand at the same token, because something looks at the whole batch
     is_plain_greedy: bool = False  # picking a token takes its logits and nothing else
+    scores_decide: bool = False  # no processor looks at the text
     is_pure: bool = False  # processors and criteria may be called for tokens that are then dropped
     dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
     finished: list[bool] = field(default_factory=list)
@@ -92,6 +104,7 @@ class Text:
         kinds = {type(criterion) for criterion in criteria}
         rowwise = all(type(p) in _ROWWISE_PROCESSORS for p in processors) and kinds.issubset(_ROWWISE_CRITERIA)
         ends_alone = text.pad is not None or kinds == {MaxLengthCriteria}
+        text.scores_decide = all(type(p) in _SCORE_PROCESSORS for p in processors)
         text.is_pure = rowwise and kinds <= {MaxLengthCriteria, EosTokenCriteria}
         text.in_lockstep = batch == 1 or not rowwise or not ends_alone or records or streamer is not None
         text.is_plain_greedy = (
@@ -130,22 +143,23 @@ class Dice:
         self.batch_size = batch_size
         self.states: dict[int, torch.Tensor] = {}  # by text length
 
-    def throw(self, row: int, length: int, probs: torch.Tensor) -> torch.Tensor:
-        """One token [1] for `row`, from its probabilities [1, V]."""
-        random = torch.get_device_module(probs.device) if probs.device.type != "cpu" else torch
-        device = (probs.device,) if probs.device.type != "cpu" else ()
-        weights = torch.ones_like(probs).repeat(self.batch_size, 1)  # [B, V]
-        weights[row] = probs[0]
-        now = random.get_rng_state(*device)
-        is_first = length not in self.states
-        if is_first:
-            self.states[length] = now
-        else:
-            random.set_rng_state(self.states[length], *device)
-        token = torch.multinomial(weights, num_samples=1)[row]
-        if not is_first:
-            random.set_rng_state(now, *device)
-        return token
+    def throw(self, rows: list[int], lengths: list[int], probs: torch.Tensor) -> torch.Tensor:
+        """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]."""
+        is_cpu = probs.device.type == "cpu"
+        random = torch if is_cpu else torch.get_device_module(probs.device)
+        device = () if is_cpu else (probs.device,)
+        tokens = torch.empty(len(rows), dtype=torch.long, device=probs.device)
+        for length in sorted(set(lengths)):
+            places = [place for place, other in enumerate(lengths) if other == length]
+            weights = torch.ones(self.batch_size, probs.shape[1], dtype=probs.dtype, device=probs.device)  # [B, V]
+            weights[[rows[place] for place in places]] = probs[places]
+            now = random.get_rng_state(*device)
+            random.set_rng_state(self.states.setdefault(length, now), *device)
+            drawn = torch.multinomial(weights, num_samples=1).squeeze(1)  # [B]
+            if self.states[length] is not now:
+                random.set_rng_state(now, *device)
+            tokens[places] = drawn[[rows[place] for place in places]]
+        return tokens
 
 
 # ---------------------------------------------------------------------- the plain walk
@@ -153,63 +167,88 @@ class Dice:
 
 def replay(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
     """Walk each row of logits [B, n, V]; returns the walked nodes per row, one per emitted token."""
-    children = _children(tree)
-    paths: list[list[int]] = [[] for _ in children]
-    if text.in_lockstep:
-        _replay_rows(0, list(range(len(children))), children, logits, text, paths)
-    else:
-        for row, is_finished in enumerate(text.finished):
-            if not is_finished:
-                _replay_rows(row, [row], children, logits, text, paths)
+    paths: list[list[int]] = [[] for _ in text.finished]
+    walk = _replay_in_lockstep if text.in_lockstep else _replay_abreast
+    walk(_children(tree), logits, text, paths)
     return paths
 
 
-def _replay_rows(
-    part: int,
-    rows: list[int],
-    children: list[dict[tuple[int, int], int]],
-    logits: torch.Tensor,
-    text: Text,
-    paths: list[list[int]],
+def _replay_in_lockstep(
+    children: list[dict[tuple[int, int], int]], logits: torch.Tensor, text: Text, paths: list[list[int]]
 ) -> None:
-    """Walk `rows` together: `text.input_ids[part]` holds them, and all of them stand at the same length."""
-    nodes = [0] * len(rows)
-    index = torch.tensor(rows, device=logits.device)
+    """All rows at one token, as in plain generate, until a row finds no child: its next token is not known yet."""
+    nodes = [0] * len(children)
     while True:
-        input_ids = text.input_ids[part]  # [k, L]
-        here = logits[index, torch.tensor(nodes, device=logits.device)]  # [k, V]
-        raw = here.to(copy=True, dtype=torch.float32, device=input_ids.device)
-        scores = text.processors[part](input_ids, raw)  # [k, V]
-        if bool(torch.isnan(scores).any()):
-            raise_nan(rows, scores)
+        input_ids = text.input_ids[0]  # [B, L]
+        raw = _logits_at(logits, range(len(nodes)), nodes).to(input_ids.device)  # [B, V]
+        scores = _process(text.processors[0], input_ids, raw)  # [B, V]
         if text.scores is not None:
             text.scores += (scores,)
         if text.logits is not None:
             text.logits += (raw,)
         if text.config.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
-            if text.dice is None:
-                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [k]
-            else:
-                tokens = text.dice.throw(rows[0], input_ids.shape[1], probs)
+            tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [B]
         else:
-            tokens = torch.argmax(scores, dim=-1)  # [k]
+            tokens = torch.argmax(scores, dim=-1)  # [B]
         if text.pad is not None:
-            ended = torch.tensor([text.finished[row] for row in rows], device=tokens.device)
-            tokens = tokens.masked_fill(ended, text.pad)
-        text.input_ids[part] = input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
+            tokens = tokens.masked_fill(torch.tensor(text.finished, device=tokens.device), text.pad)
+        text.input_ids[0] = input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
         stops = text.criteria(input_ids, text.scores).tolist()
-        picked = tokens.tolist()
-        for place, row in enumerate(rows):
-            paths[row].append(nodes[place])
+        for row, stop in enumerate(stops):
+            paths[row].append(nodes[row])
             text.emitted += not text.finished[row]
-            text.finished[row] = text.finished[row] or stops[place]
+            text.finished[row] = text.finished[row] or stop
         if text.streamer is not None:
             text.streamer.put(tokens.cpu())
-        next_nodes = [children[row].get((node, token)) for row, node, token in zip(rows, nodes, picked, strict=True)]
-        if all(text.finished[row] for row in rows) or None in next_nodes:
+        nodes = [
+            below.get(step) for below, step in zip(children, zip(nodes, tokens.tolist(), strict=True), strict=True)
+        ]
+        if text.done or None in nodes:
             return
-        nodes = next_nodes
+
+
+def _replay_abreast(
+    children: list[dict[tuple[int, int], int]], logits: torch.Tensor, text: Text, paths: list[list[int]]
+) -> None:
+    """Each row at its own token, as far as it gets; what is asked of a row is asked as if it were alone."""
+    at = {row: 0 for row, finished in enumerate(text.finished) if not finished}  # row -> node
+    while at:
+        rows, nodes = list(at), list(at.values())
+        raw = _logits_at(logits, rows, nodes)  # [k, V]
+        if text.scores_decide:
+            scores = _process(text.processors[0], None, raw)  # [k, V]
+        else:
+            each = zip(rows, raw.split(1), strict=True)
+            scores = torch.cat([_process(text.processors[row], text.input_ids[row], here) for row, here in each])
+        if text.dice is not None:
+            lengths = [text.input_ids[row].shape[1] for row in rows]
+            tokens = text.dice.throw(rows, lengths, torch.nn.functional.softmax(scores, dim=-1))  # [k]
+        else:
+            tokens = torch.argmax(scores, dim=-1)  # [k]
+        at = {}
+        for row, node, token in zip(rows, nodes, tokens.tolist(), strict=True):
+            new = torch.tensor([[token]], device=text.input_ids[row].device)
+            text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
+            paths[row].append(node)
+            text.emitted += 1
+            text.finished[row] = bool(text.criteria(text.input_ids[row], None))
+            child = children[row].get((node, token))
+            if child is not None and not text.finished[row]:
+                at[row] = child
+
+
+def _logits_at(logits: torch.Tensor, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
+    """A copy [k, V] in float32, as plain generate takes it."""
+    rows, nodes = (torch.tensor(index, device=logits.device) for index in (list(rows), list(nodes)))
+    return logits[rows, nodes].to(copy=True, dtype=torch.float32)
+
+
+def _process(processors: LogitsProcessorList, input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
+    scores = processors(input_ids, raw)
+    if bool(torch.isnan(scores).any()):
+        raise_nan(scores)
+    return scores
 
 
 def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
@@ -272,7 +311,7 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
         count = min(count, text.max_length - input_ids.shape[1])
         count = next((place + 1 for place in range(count) if ends_[place]), count)
         if any(broken_[:count]):
-            raise_nan([row], logits[row : row + 1].flatten(0, 1))
+            raise_nan(logits[row])
         new = torch.tensor([tokens_[:count]], dtype=input_ids.dtype, device=input_ids.device)
         text.input_ids[row] = torch.cat((input_ids, new), dim=-1)
         text.emitted += count
@@ -284,9 +323,9 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
     return paths
 
 
-def raise_nan(rows: list[int], scores: torch.Tensor) -> None:
+def raise_nan(scores: torch.Tensor) -> None:
     raise ValueError(
-        f"`logits` of the target contain NaN (batch row {rows[0] if len(rows) == 1 else rows}, "
-        f"{int(torch.isnan(scores).sum())} values): the target, or a logits processor, is numerically broken. Load it "
-        'in another dtype (`dtype="bfloat16"` or "float32"), or pass `remove_invalid_values=True` to `generate`.'
+        f"`logits` of the target contain NaN ({int(torch.isnan(scores).sum())} of {scores.numel()} values): the "
+        "target, or a logits processor, is numerically broken. Load the target in another dtype (say, bfloat16), "
+        "or pass `remove_invalid_values=True` to `generate`."
     )

@@ -1,0 +1,310 @@
+"""The target's last decoder layer, as far as it is a Llama-style layer, for the Augmenting Block to start from.
+
+Contract: `LastLayer(target)` says what shape gives the block this layer's parts (`block_fields`) and copies them
+(`copy_into`). Parts of Llama's names and shapes are not yet Llama's: each half of the layer, attention and MLP, is
+tried, and is copied only where it then computes what the target computes. So sinks, other rotary embeddings, norms or
+residual streams start fresh, in architectures nobody thought of too. Changes nothing in the target.
+
+Shapes: T positions of the trial, d hidden size.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from .configuration_clover import CloverConfig
+from .modeling_clover import AugmentingLayer, CloverHeads
+from .target_parts import find_decoder, is_plain
+
+# The public reference's layers always use this rotary base, whatever the target's rope settings are.
+REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+TRIAL_LENGTH = 12  # tokens
+TOLERANCE = 0.01  # of what a half adds to the residual stream; anything else that was seen differs by more
+
+Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
+
+
+class LastLayer:
+    @torch.no_grad()
+    def __init__(self, target: PreTrainedModel) -> None:
+        config = target.config.get_text_config(decoder=True)
+        # Where layers differ in more than their weights, each has its own config.
+        self.config = config.per_layer_config[-1] if getattr(config, "is_heterogeneous", False) else config
+        self.hidden_size = config.hidden_size
+        _, layers, _ = find_decoder(target)
+        layer = layers[-1] if layers is not None else nn.Module()
+        children = dict(layer.named_children())
+        self.attention = children.get("self_attn")
+        self.mlp = children.get("mlp") or children.get("feed_forward")
+        self.attention_norm = children.get("input_layernorm")
+        self.mlp_norm = children.get("post_attention_layernorm")
+        self.num_heads = getattr(self.config, "num_attention_heads", None) or _head_count(self.hidden_size)
+        self.num_kv_heads = getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        self.head_dim = getattr(self.config, "head_dim", None) or self.hidden_size // self.num_heads
+        # Two norms around each half (Gemma 2, OLMo 2) or a shared one (Phi, Cohere) mean another residual stream.
+        extra_norms = any("feedforward" in name for name in children)
+        self.is_sequential = self.attention_norm is not None and self.mlp_norm is not None and not extra_norms
+        self.residual_factor = getattr(layer, "residual_multiplier", 1.0)  # Granite's
+        self.use_rope = bool(getattr(self.attention, "use_rope", True))
+        self.qkvo: dict[str, Linear] | None = None
+        self.gate_up_down: dict[str, Linear] | None = None
+        if self.is_sequential:
+            with _evaluating(target):
+                self.qkvo, self.gate_up_down = self._read_attention(), self._read_mlp()
+                self._keep_what_computes_the_same(target, layer)
+
+    # ------------------------------------------------------------------ reading
+
+    def _read_attention(self) -> dict[str, Linear] | None:
+        """q_proj, k_proj, v_proj and o_proj, fused projections split; None where it is another kind."""
+        module, rope = self.attention, self._rope()
+        if module is None or not isinstance(rope.get("rope_theta", 1.0), int | float):
+            return None
+        if {getattr(self.config, "partial_rotary_factor", None), rope.get("partial_rotary_factor")} - {None, 1.0}:
+            return None
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        if hasattr(module, "qkv_proj"):
+            parts = self._split(module.qkv_proj, sizes)
+        else:
+            parts = {name: self._linear(getattr(module, name, None)) for name in sizes}
+        parts["o_proj"] = self._linear(getattr(module, "o_proj", None) or getattr(module, "dense", None))
+        wanted = {name: (size, self.hidden_size) for name, size in sizes.items()}
+        if not _shapes_match(parts, {**wanted, "o_proj": (self.hidden_size, q_size)}):
+            return None
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, float):
+            parts["q_proj"] = _times(scaling * self.head_dim**0.5, parts["q_proj"])
+        parts["o_proj"] = _times(self.residual_factor, parts["o_proj"])
+        return parts
+
+    def _read_mlp(self) -> dict[str, Linear] | None:
+        module = self.mlp
+        fused = self._linear(getattr(module, "gate_up_proj", None))
+        if fused is not None:
+            half = fused[0].shape[0] // 2
+            parts = self._split(module.gate_up_proj, {"gate_proj": half, "up_proj": half})
+        else:
+            parts = {name: self._linear(getattr(module, name, None)) for name in ("gate_proj", "up_proj")}
+        parts["down_proj"] = self._linear(getattr(module, "down_proj", None))
+        size = parts["gate_proj"][0].shape[0] if parts["gate_proj"] is not None else 0
+        wide, narrow = (size, self.hidden_size), (self.hidden_size, size)
+        if not _shapes_match(parts, {"gate_proj": wide, "up_proj": wide, "down_proj": narrow}):
+            return None
+        parts["down_proj"] = _times(self.residual_factor, parts["down_proj"])
+        return parts
+
+    def _linear(self, module: Any) -> Linear | None:
+        """What a linear layer holds; a quantised or LoRA-wrapped one is read by what it does."""
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if type(module) is nn.Linear and is_plain(weight):
+            return weight.detach(), None if bias is None else bias.detach()
+        inputs, device = getattr(module, "in_features", None), getattr(weight, "device", None)
+        if not isinstance(inputs, int) or device is None:
+            return None
+        basis = torch.eye(inputs, device=device, dtype=self.attention_norm.weight.dtype)
+        at_zero = module(torch.zeros_like(basis[:1]))  # [1, outputs]
+        return (module(basis) - at_zero).T.contiguous(), None if bias is None else at_zero[0]
+
+    def _split(self, module: nn.Module, sizes: dict[str, int]) -> dict[str, Linear | None]:
+        weight, bias = self._linear(module) or (torch.empty(0), None)
+        if weight.shape[0] != sum(sizes.values()):
+            return dict.fromkeys(sizes)
+        weights = weight.split(list(sizes.values()))
+        biases = [None] * len(sizes) if bias is None else bias.split(list(sizes.values()))
+        return dict(zip(sizes, zip(weights, biases, strict=True), strict=True))
+
+    @property
+    def qk_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """Norms of q and k where they are one per head dimension, as in Qwen 3."""
+        norms = tuple(getattr(self.attention, name, None) for name in ("q_norm", "k_norm"))
+        sizes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
+        return norms if all(size == (self.head_dim,) for size in sizes) else (None, None)
+
+    def _rope(self) -> dict[str, Any]:
+        """The layer's rotary embedding; some targets have one per kind of layer."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = getattr(self.config, "layer_types", None) or [None]
+        return dict(rope.get(kinds[-1]) or rope)
+
+    # ------------------------------------------------------------------ trying
+
+    def _keep_what_computes_the_same(self, target: PreTrainedModel, layer: nn.Module) -> None:
+        try:
+            before, between, after = _watch(target, layer, self.mlp_norm)  # [1, T, d] each
+        except Exception:  # it does not run here, on the meta device for one: taken as read
+            return
+        if self.qkvo is not None and not self._computes("attention", before, between):
+            self.qkvo = None
+        if self.gate_up_down is not None and not self._computes("mlp", between, after):
+            self.gate_up_down = None
+
+    def _computes(self, half: str, x: torch.Tensor, expected: torch.Tensor) -> bool:
+        sizes = {"vocab_size": 2, "hidden_size": self.hidden_size}
+        config = CloverConfig(**{**self.block_fields(), **sizes, "augmenting_block": half, "draft_depth": 1})
+        layer = AugmentingLayer(config, 0)
+        self._copy_into_layer(layer)
+        rope = LlamaRotaryEmbedding(config).to(x.device)(x, torch.arange(x.shape[1], device=x.device)[None])
+        actual = layer.to(x.device, x.dtype)(x, rope, None, None)
+        # The first token is left out: what some targets keep in it drowns all else in rounding.
+        error, change = (actual - expected)[:, 1:].float().norm(), (expected - x)[:, 1:].float().norm()
+        rounding = 4 * torch.finfo(x.dtype).eps * expected[:, 1:].float().norm()
+        return bool(error <= TOLERANCE * change + rounding)
+
+    # ------------------------------------------------------------------ giving
+
+    def block_fields(self) -> dict[str, Any]:
+        """The config fields that give the Augmenting Block this layer's shape."""
+        config = self.config
+        rope = self._rope() if self.qkvo is not None else {}
+        eps = [getattr(config, n, None) for n in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")]
+        width = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", None)
+        length = getattr(config, "max_position_embeddings", None)
+        activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
+        heads_divide = self.hidden_size % self.num_heads == 0
+        fields: dict[str, Any] = {
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads if self.num_heads % self.num_kv_heads == 0 else self.num_heads,
+            "decoder_num_heads": self.num_heads if heads_divide else 1,
+            "head_dim": self.head_dim,
+            "intermediate_size": width if isinstance(width, int) else 4 * self.hidden_size,
+            "hidden_act": activation if isinstance(activation, str) and activation in ACT2FN else "silu",
+            "rope_parameters": rope if {"rope_type", "rope_theta"} <= set(rope) else dict(REFERENCE_ROPE),
+            "max_position_embeddings": length if isinstance(length, int) and length > 0 else 2048,
+            "rms_norm_eps": next((float(e) for e in eps if e), 1e-5),
+        }
+        if self.qkvo is not None:
+            fields["attention_bias"] = self.qkvo["q_proj"][1] is not None
+            fields["attention_output_bias"] = self.qkvo["o_proj"][1] is not None
+            fields["qk_norm"] = self.qk_norms[0] is not None
+            fields["use_rope"] = self.use_rope
+        elif self.num_heads * self.head_dim != self.hidden_size and heads_divide:
+            fields["head_dim"] = self.hidden_size // self.num_heads
+        if fields["head_dim"] % 2:
+            fields["head_dim"] += 1  # rotary embeddings turn pairs
+        if self.gate_up_down is not None:
+            fields["intermediate_size"] = self.gate_up_down["gate_proj"][0].shape[0]
+            fields["mlp_bias"] = self.gate_up_down["gate_proj"][1] is not None
+        return fields
+
+    @torch.no_grad()
+    def copy_into(self, heads: CloverHeads) -> list[str]:
+        """Copy into every layer of the block; returns what had to start fresh, in words."""
+        fresh: list[str] = []
+        for layer in getattr(heads, "layers", ()):
+            fresh = self._copy_into_layer(layer)
+        return fresh
+
+    def _copy_into_layer(self, layer: AugmentingLayer) -> list[str]:
+        fresh = []
+        if layer.self_attn is not None:
+            norms = (layer.self_attn.q_norm, layer.self_attn.k_norm)
+            has_norms = not isinstance(norms[0], nn.Identity)
+            fits = self.qkvo is not None and has_norms == (self.qk_norms[0] is not None)
+            if fits and _copy_linears(self.qkvo, layer.self_attn):
+                for source, norm in zip((self.attention_norm, *self.qk_norms), (layer.input_layernorm, *norms)):
+                    copy_norm(source, norm)
+            else:
+                fresh.append(f"attention ({self._why(self.attention)})")
+        if layer.mlp is not None:
+            if self.gate_up_down is not None and _copy_linears(self.gate_up_down, layer.mlp):
+                copy_norm(self.mlp_norm, layer.post_attention_layernorm)
+            else:
+                fresh.append(f"MLP ({self._why(self.mlp)})")
+        return fresh
+
+    def _why(self, module: nn.Module | None) -> str:
+        if module is None or not self.is_sequential:
+            return "the target's layer is not norm, attention, norm, MLP in sequence"
+        return f"{type(module).__name__} computes something else"
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+def _head_count(hidden_size: int) -> int:
+    """Attention heads for a target that has none of its own: of size 64 where that divides."""
+    return hidden_size // 64 if hidden_size % 64 == 0 else 1
+
+
+def _times(factor: float, part: Linear) -> Linear:
+    """A linear layer that gives `factor` times as much: where a target multiplies there, ours need not."""
+    if math.isclose(factor, 1.0, rel_tol=1e-6):
+        return part
+    weight, bias = part
+    return weight * factor, None if bias is None else bias * factor
+
+
+def _shapes_match(parts: dict[str, Linear | None], wanted: dict[str, tuple[int, int]]) -> bool:
+    return all(parts[name] is not None and tuple(parts[name][0].shape) == shape for name, shape in wanted.items())
+
+
+def _copy_linears(parts: dict[str, Linear], module: nn.Module) -> bool:
+    """All of them or none: half a layer of the target is no layer."""
+    for name, (weight, bias) in parts.items():
+        ours = getattr(module, name)
+        if ours.weight.shape != weight.shape or (ours.bias is None and bias is not None):
+            return False
+    for name, (weight, bias) in parts.items():
+        ours = getattr(module, name)
+        ours.weight.copy_(weight)
+        if ours.bias is not None:
+            ours.bias.copy_(torch.zeros_like(ours.bias) if bias is None else bias)
+    return True
+
+
+@torch.no_grad()
+def copy_norm(source: nn.Module | None, norm: nn.Module) -> None:
+    """The source's scale, read by what the module does: Gemma's norms multiply by 1 + weight."""
+    weight = getattr(source, "weight", None)
+    if weight is None or weight.is_meta or weight.shape != norm.weight.shape:
+        return
+    probe = torch.linspace(-1.0, 1.0, weight.shape[0], device=weight.device).to(weight.dtype)
+    unscaled = probe / probe.float().pow(2).mean().sqrt()
+    actual = (source(probe[None]) - source(-probe[None]))[0].float() / 2  # without the bias of a LayerNorm
+    one_plus = (actual - unscaled * (1 + weight)).abs().max() < (actual - unscaled * weight).abs().max()
+    norm.weight.copy_(1 + weight if one_plus else weight)
+
+
+def _watch(target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> list[torch.Tensor]:
+    """What goes into `layer`, what goes into its `middle`, and what comes out, for a short text: [1, T, d] each."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen["before" if module is layer else "between"] = args[0] if args else kwargs["hidden_states"]
+
+    def after(_: nn.Module, __: tuple, output: Any) -> None:
+        seen["after"] = output[0] if isinstance(output, tuple) else output
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in (layer, middle)]
+    hooks.append(layer.register_forward_hook(after))
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    text = torch.arange(1, 1 + 7 * TRIAL_LENGTH, 7, device=target.device)[None] % vocabulary  # [1, T]
+    try:
+        target(input_ids=text, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [seen[name] for name in ("before", "between", "after")]
+
+
+@contextmanager
+def _evaluating(target: nn.Module) -> Iterator[None]:
+    """Without dropout, for the length of the block."""
+    modes = [(module, module.training) for module in target.modules()]
+    target.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+__all__ = ["REFERENCE_ROPE", "LastLayer", "copy_norm"]

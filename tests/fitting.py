@@ -1,0 +1,34 @@
+"""A short fit of heads to a tiny target's own text, so that their drafts are worth something."""
+
+import torch
+
+from hf_clover import CloverHeads
+from hf_clover.decoding.verify import capture_before_final_norm
+
+
+def fit(heads: CloverHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None) -> CloverHeads:
+    """Cross-entropy of every head on texts that the target writes itself."""
+    prompt = torch.tensor([[1, 4, 2, 5, 3]]) if prompt is None else prompt
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        texts = target.generate(
+            prompt.repeat(64, 1),
+            attention_mask=torch.ones(64, prompt.shape[1], dtype=torch.long),
+            do_sample=True,
+            temperature=temperature,
+            max_new_tokens=12,
+        )
+        captured: list[torch.Tensor] = []
+        with torch.no_grad(), capture_before_final_norm(target, captured):
+            target(texts)
+        optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
+        for _ in range(steps):
+            outputs = heads(captured[0][:, :-1], texts[:, 1:]).head_outputs  # [K, B, T, d]
+            loss = 0.0
+            for i, out in enumerate(outputs):
+                logits = heads.score(out[:, : texts.shape[1] - 2 - i])
+                loss = loss + torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts[:, 2 + i :].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return heads

@@ -1,0 +1,490 @@
+"""The cache against a list of lists, and the target's run over it against plain forwards and plain generate."""
+
+import random
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
+
+from hf_clover.decoding import cache as cache_module
+from hf_clover.decoding.cache import BLOCK, TreeCache
+from hf_clover.decoding.tree import Tree, chain_of, grow_global
+from hf_clover.decoding.verify import TargetRun
+
+steady = settings(derandomize=True, deadline=None, max_examples=100)
+HEADS, DIM = 2, 3
+
+
+# ---------------------------------------------------------------------- a list of lists
+
+
+def states(entries, layer):
+    """Keys and values [B, HEADS, T, DIM] that tell the entry's number, head, dimension and layer apart."""
+    numbers = torch.tensor(entries, dtype=torch.float32)[:, None, :, None] * 100  # [B, 1, T, 1]
+    keys = numbers + torch.arange(HEADS)[:, None, None] * 10 + torch.arange(DIM) + layer * 0.25
+    return keys, -keys
+
+
+class Model:
+    """What the cache must be: per row, the numbers of the entries it holds."""
+
+    def __init__(self, batch):
+        self.rows, self.count = [[] for _ in range(batch)], 0
+
+    def new(self, length):
+        """Numbers for `length` new entries of every row."""
+        start = self.count
+        self.count += length * len(self.rows)
+        return [list(range(start + row * length, start + (row + 1) * length)) for row in range(len(self.rows))]
+
+
+def assert_rows(got, expected, layer):
+    """`got` (keys, values) begins, row by row, with the expected entries; the rest must not poison attention."""
+    for row, entries in enumerate(expected):
+        for buffer, wanted in zip(got, states([entries], layer)):
+            assert torch.equal(buffer[row, :, : len(entries)], wanted[0])
+            assert buffer[row].isfinite().all()
+
+
+def assert_holds(cache, model):
+    assert cache.lengths == [len(row) for row in model.rows]
+    longest = max(cache.lengths)
+    for layer in range(len(cache.layers)):
+        keys, values = cache.export(layer, longest)
+        assert keys.shape == values.shape == (len(model.rows), HEADS, longest, DIM)
+        assert_rows((keys, values), model.rows, layer)
+
+
+def fill(cache, model, length):
+    new = model.new(length)
+    for row, entries in zip(model.rows, new):
+        row.extend(entries)
+    for layer in range(len(cache.layers)):
+        assert cache.get_mask_sizes(length, layer) == (len(model.rows[0]), 0)
+        got = cache.update(*states(new, layer), layer)
+        assert got[0].shape[2] == len(model.rows[0])
+        assert_rows(got, model.rows, layer)
+    assert cache.get_seq_length() == len(model.rows[0])
+
+
+def stage(cache, model, entries):
+    """Write `entries` per row -> their numbers."""
+    new = model.new(entries)
+    lengths = [len(row) for row in model.rows]
+    with cache.staged(entries):
+        for layer in range(len(cache.layers)):
+            assert cache.get_seq_length(layer) == max(lengths)
+            assert cache.get_mask_sizes(entries, layer) == (max(lengths) + entries, 0)
+            got = cache.update(*states(new, layer), layer)
+            assert got[0].shape == (len(lengths), HEADS, max(lengths) + entries, DIM)
+            assert_rows(got, [old + staged for old, staged in zip(model.rows, new)], layer)
+    return new
+
+
+def commit(cache, model, new, paths):
+    cache.commit(paths)
+    for row, (path, entries) in enumerate(zip(paths, new)):
+        model.rows[row] += [entries[place] for place in path]
+
+
+def test_the_cache_is_a_list_of_lists():
+    """Fills, staged writes, commits and abandoned writes in any order that the loop could ask for."""
+    seen = Counter()
+
+    @settings(steady, max_examples=150)
+    @given(st.data())
+    def check(data):
+        batch, layers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+        block = data.draw(st.sampled_from((1, 4, 7, 256)))
+        with mock.patch.object(cache_module, "BLOCK", block):
+            cache, model = TreeCache(layers), Model(batch)
+            for length in data.draw(st.lists(st.integers(1, 6), max_size=3)):  # a prefill in chunks, or none
+                fill(cache, model, length)
+            cache.finish_filling(batch)
+            assert cache.lengths == [len(row) for row in model.rows]
+            for entries in data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=6)):
+                new = stage(cache, model, entries)
+                if data.draw(st.integers(0, 4)) == 0:
+                    seen["abandoned"] += 1
+                    continue  # what is staged and not committed is as if it had not been
+                subset = st.sets(st.integers(0, entries - 1)).map(sorted)
+                paths = [data.draw(subset) for _ in range(batch)]
+                seen["ragged"] += len(set(map(len, paths))) > 1
+                seen["moved"] += any(path != list(range(len(path))) for path in paths)
+                seen["nothing"] += any(not path for path in paths)
+                commit(cache, model, new, paths)
+                if cache.layers[0].is_initialized:
+                    assert_holds(cache, model)
+                seen["uneven start"] += len(set(cache.lengths)) > 1
+
+    check()
+    assert min(seen[kind] for kind in ("abandoned", "ragged", "moved", "nothing", "uneven start")) > 20, seen
+
+
+@pytest.mark.parametrize("start", [BLOCK - 3, BLOCK - 1, BLOCK, BLOCK + 1])
+def test_growth_across_a_block(start):
+    """Entries survive every reallocation, even and ragged; buffers grow in whole blocks and not at every step."""
+    cache, model = TreeCache(2), Model(2)
+    fill(cache, model, start)
+    cache.finish_filling(2)
+    places = {cache.layers[0].keys.data_ptr()}
+    for step in range(60):
+        new = stage(cache, model, 6)
+        commit(cache, model, new, [[0, 2, 5], [0, 1, 3, 4, 5]] if step % 2 else [[1, 2, 3, 4], [0]])
+        places.add(cache.layers[0].keys.data_ptr())
+    assert_holds(cache, model)
+    assert max(cache.lengths) > BLOCK
+    capacity = cache.layers[0].keys.shape[2]
+    assert capacity % BLOCK == 0
+    assert capacity - max(cache.lengths) <= BLOCK
+    assert len(places) <= 3
+
+
+def test_a_fixed_capacity_refuses_and_stays_whole():
+    cache, model = TreeCache(1, capacity=8), Model(2)
+    fill(cache, model, 5)
+    cache.finish_filling(2)
+    assert cache.layers[0].get_max_length() == 8
+    assert TreeCache(1).layers[0].get_max_length() == -1
+    place = cache.layers[0].keys.data_ptr()
+    refusal = r"`num_assistant_tokens` asks for a tree that needs 9 cache slots, but the cache holds 8: lower"
+    with pytest.raises(ValueError, match=refusal), cache.staged(4):
+        pytest.fail("nothing may be written")
+    new = stage(cache, model, 3)  # exactly full
+    commit(cache, model, new, [[0, 2], [1]])
+    assert_holds(cache, model)
+    assert cache.lengths == [7, 6]
+    with pytest.raises(ValueError, match=r"`num_assistant_tokens` .* needs 10 .* holds 8"), cache.staged(3):
+        pytest.fail("the longest row has no room")
+    new = stage(cache, model, 1)
+    commit(cache, model, new, [[0], [0]])
+    assert_holds(cache, model)
+    assert cache.layers[0].keys.data_ptr() == place, "a fixed cache stays where it is"
+    assert cache.layers[0].keys.shape[2] == 8
+
+
+def test_a_fixed_capacity_refuses_a_prompt_too():
+    cache = TreeCache(1, capacity=8)
+    with pytest.raises(ValueError, match=r"`num_assistant_tokens` .* needs 9 cache slots, but the cache holds 8"):
+        cache.update(*states([list(range(9))], 0), 0)
+    fitting = TreeCache(1, capacity=8)
+    fitting.update(*states([list(range(8))], 0), 0)
+    assert fitting.layers[0].keys.shape[2] == 8
+
+
+def test_an_exception_inside_leaves_the_cache_as_it_was():
+    cache, model = TreeCache(1), Model(2)
+    fill(cache, model, 4)
+    cache.finish_filling(2)
+    commit(cache, model, stage(cache, model, 2), [[0], [0, 1]])
+    new = model.new(3)
+
+    def interrupted():
+        with cache.staged(3):
+            cache.update(*states(new, 0), 0)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert cache.lengths == [5, 6]
+    assert_holds(cache, model)
+    commit(cache, model, stage(cache, model, 2), [[1], [0]])
+    assert_holds(cache, model)
+
+
+def test_load_puts_what_is_left_of_a_window_at_the_end():
+    """A full layer, one that kept its last three entries, and one that holds nothing."""
+    cache, entries = TreeCache(3), [[1, 2, 3, 4, 5], [11, 12, 13, 14, 15]]
+    full = states(entries, 0)
+    window = states([row[-3:] for row in entries], 1)
+    cache.load([full, window, None], 5)
+    cache.finish_filling(2)
+    assert cache.lengths == [5, 5]
+    assert_rows(cache.export(0, 5), entries, 0)
+    kept = tuple(states_[:, :, 2:] for states_ in cache.export(1, 5))
+    assert_rows(kept, [row[-3:] for row in entries], 1)
+    assert not cache.export(1, 5)[0][:, :, :2].any(), "the mask hides these, so they need be no more than finite"
+    assert cache.export(2, 5) is None
+    cache.layers[0].keys.zero_()
+    assert full[0].all(), "the states given are copied"
+
+
+# ---------------------------------------------------------------------- a target's run
+
+
+VOCABULARY, WINDOW = 24, 6
+TARGETS = ("llama", "mistral")
+SHAPES = {"one": (9,), "ragged": (9, 4, 7), "within the window": (3, 2)}
+NEW = 24
+
+
+def target_of(name):
+    """A tiny random target whose greedy text wanders; weights large enough for attention to matter."""
+    fields = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        if name == "llama":
+            model = LlamaForCausalLM(LlamaConfig(**fields))
+        else:
+            model = MistralForCausalLM(MistralConfig(**fields, sliding_window=WINDOW))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.35)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request):
+    return target_of(request.param)
+
+
+def prompt_of(lengths):
+    """A left-padded batch -> input_ids, attention_mask."""
+    rng = random.Random(str(lengths))
+    width = max(lengths)
+    ids = [[0] * (width - n) + [rng.randrange(1, VOCABULARY) for _ in range(n)] for n in lengths]
+    mask = [[0] * (width - n) + [1] * n for n in lengths]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def positions_of(mask):
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def widened(mask, length):
+    """The mask of a text of `length` columns that begins with the prompt."""
+    return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
+
+
+def run_over(target, mask):
+    """A run whose prompt is seen through `mask` [B, T]."""
+    kwargs = dict(attention_mask=mask, position_ids=positions_of(mask), use_cache=True)
+    return TargetRun(target, GenerationConfig(max_length=100, pad_token_id=0), kwargs)
+
+
+def generate(target, ids, mask, new, **kwargs):
+    kwargs |= dict(max_new_tokens=new, do_sample=False, return_dict_in_generate=True)
+    return target.generate(input_ids=ids, attention_mask=widened(mask, ids.shape[1]), **kwargs)
+
+
+@torch.no_grad()
+def plain_forward(target, tokens):
+    """A forward over one text without padding -> its last logits [V], and all layers' keys and values, whole."""
+    cache = DynamicCache()  # without the config no layer forgets what its window does not show
+    logits = target(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+    return logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+def random_tree(roots: torch.Tensor, truth: torch.Tensor, nodes: int, seed: int) -> tuple[Tree, list[list[int]]]:
+    """A random tree in which the truth's next tokens [B, m] are likely -> the tree, and the truth's path per row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def expand(level, chosen, tokens):
+        logits = torch.randn(*tokens.shape, VOCABULARY, generator=generator)
+        if level < truth.shape[1]:
+            likely = torch.nn.functional.one_hot(truth[:, level], VOCABULARY)[:, None]  # [B, 1, V]
+            logits += 2.5 * likely
+        return logits
+
+    tree = grow_global(expand, roots, nodes, depth=4, beam_width=3, top_k=3)
+    paths = []
+    for row, tokens in enumerate(truth.tolist()):
+        path = [0]
+        for token in tokens:
+            below = (tree.parents[row] == path[-1]) & (tree.tokens[row] == token) & tree.valid[row]
+            if not below[1:].any():
+                break
+            path.append(1 + int(below[1:].nonzero()[0]))
+        paths.append(path)
+    return tree, paths
+
+
+def advance(run, truth, until, seed, check=None, seen=None):
+    """Verify random trees and commit parts of the path that the truth [B, L] takes, until every row stands at column
+    `until`; rows that are there already commit nothing."""
+    rng = random.Random(seed)
+    order = torch.arange(5)
+    while min(run.cache.lengths) < until:
+        lengths = list(run.cache.lengths)
+        ahead = truth.gather(1, (torch.tensor(lengths)[:, None] + order).clamp(max=truth.shape[1] - 1))  # [B, 5]
+        tree, paths = random_tree(ahead[:, 0], ahead[:, 1:], nodes=7, seed=rng.randrange(2**31))
+        with torch.no_grad():
+            logits = run.verify(tree)
+        if check is not None:
+            check(tree, logits, lengths)
+        paths = [path[: min(rng.randint(1, 5), until - length)] for path, length in zip(paths, lengths)]
+        run.commit(paths)
+        if seen is not None:
+            seen.update(len(path) for path in paths)
+            seen["moved"] += any(path != list(range(len(path))) for path in paths)
+    assert run.cache.lengths == [until] * len(lengths)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_and_what_is_committed_equal_plain_forwards(target, shape):
+    """Every node's logits are those of its path alone, and the entries kept are those of the text alone."""
+    ids, mask = prompt_of(SHAPES[shape])
+    truth = generate(target, ids, mask, NEW).sequences
+    padding = (mask == 0).sum(1).tolist()
+    run, seen, checked = run_over(target, mask), Counter(), 0
+
+    def text(row, length):
+        return truth[row, padding[row] : length].tolist()
+
+    def check(tree, logits, lengths):
+        nonlocal checked
+        for row, length in enumerate(lengths):
+            for node in tree.valid[row].nonzero().flatten().tolist():
+                path, above = [], node
+                while above:
+                    path.insert(0, int(tree.tokens[row, above]))
+                    above = int(tree.parents[row, above])
+                expected, _ = plain_forward(target, [*text(row, length + 1), *path])
+                torch.testing.assert_close(logits[row, node], expected, rtol=1e-4, atol=1e-4)  # fp32, another order
+                checked += 1
+            assert torch.equal(run.cache.export(0, length)[0][row].isfinite(), torch.ones(2, length, 8).bool())
+
+    with run.open(), torch.no_grad():
+        first = run.prefill(ids)
+        assert torch.equal(first.argmax(-1)[:, 0], truth[:, ids.shape[1]])
+        advance(run, truth, ids.shape[1] + 15, seed=1, check=check, seen=seen)
+    assert checked > 20
+    assert seen["moved"] > 0, seen
+    assert seen[1] + seen[2] > 0, seen
+    assert seen[3] + seen[4] + seen[5] > 0, seen
+    for row in range(len(ids)):
+        _, expected = plain_forward(target, text(row, ids.shape[1] + 15))
+        for layer, (keys, values) in enumerate(expected):
+            ours = run.cache.export(layer, ids.shape[1] + 15)
+            torch.testing.assert_close(ours[0][row, :, padding[row] :], keys, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(ours[1][row, :, padding[row] :], values, rtol=1e-4, atol=1e-4)
+
+
+def assert_same_cache(ours, theirs, mask, until):
+    """Layer by layer what plain generate's own cache holds; what padding left there is nobody's business."""
+    assert ours.get_seq_length() == theirs.get_seq_length() == until
+    assert len(ours.layers) == len(theirs.layers)
+    for mine, its in zip(ours.layers, theirs.layers):
+        assert type(mine) is type(its)
+        assert mine.keys.shape == its.keys.shape
+        assert mine.get_seq_length() == its.get_seq_length()
+        held = its.keys.shape[2] if its.get_max_length() == -1 else min(its.keys.shape[2], until)
+        visible = widened(mask, until)[:, until - held :].bool()[:, None, :, None]
+        for name in ("keys", "values"):
+            pair = (getattr(cache, name)[:, :, :held] * visible for cache in (mine, its))
+            torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("new", [2, 4, 17])
+def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
+    """A new cache: shorter or longer than the window, the same tokens as plain generate all along."""
+    ids, mask = prompt_of(SHAPES[shape])
+    until = ids.shape[1] + new
+    truth = generate(target, ids, mask, NEW).sequences
+    assert len(set(truth[0, ids.shape[1] :].tolist())) > 6, "a text that wanders"
+    run = run_over(target, mask)
+    with run.open(), torch.no_grad():
+        run.prefill(ids)
+        advance(run, truth, until, seed=until)
+    cache = run.hand_back(None, until)
+    reference = DynamicCache(config=target.config)
+    with torch.no_grad():
+        full_mask = widened(mask, until)
+        positions = positions_of(full_mask)
+        target(input_ids=truth[:, :until], attention_mask=full_mask, position_ids=positions, past_key_values=reference)
+    assert_same_cache(cache, reference, mask, until)
+    left = truth.shape[1] - until - 1
+    more = generate(target, truth[:, : until + 1], mask, left, past_key_values=cache)
+    assert torch.equal(more.sequences, truth)
+
+
+def test_a_wrong_cache_would_be_noticed(target):
+    """The comparison above is not blind: entries of another text give other tokens."""
+    ids, mask = prompt_of(SHAPES["ragged"])
+    truth = generate(target, ids, mask, NEW).sequences
+    run = run_over(target, mask)
+    with run.open(), torch.no_grad():
+        run.prefill(ids)
+        advance(run, truth.roll(1, dims=0), 20, seed=3)
+    more = generate(target, truth[:, :21], mask, 10, past_key_values=run.hand_back(None, 20))
+    assert not torch.equal(more.sequences, truth[:, :31])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "empty", "without config"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("turn", [3, 16])
+def test_two_turns_through_the_users_cache(target, kind, shape, turn):
+    """Plain generate, then ours from its cache, then plain generate from ours: the user's own object all the way."""
+    ids, mask = prompt_of(SHAPES[shape])
+    if kind == "static":
+        cache = StaticCache(config=target.config, max_cache_len=64)
+    else:
+        cache = DynamicCache(config=None if kind == "without config" else target.config)
+    said = ids
+    if kind != "empty":
+        said = generate(target, ids, mask, turn, past_key_values=cache).sequences
+    question = torch.tensor([[3, 17, 8]]).expand(len(ids), -1) + torch.arange(len(ids))[:, None]
+    asked = torch.cat((said, question), dim=1)
+    asked_mask = widened(mask, asked.shape[1])
+    truth = generate(target, asked, mask, NEW).sequences  # without any cache from before
+
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers if layer.is_initialized]
+    run, until = run_over(target, asked_mask), asked.shape[1] + 11
+    run.adopt(cache)
+    with run.open(), torch.no_grad():
+        first = run.prefill(asked)
+        assert torch.equal(first.argmax(-1)[:, 0], truth[:, asked.shape[1]])
+        new = asked.shape[1] - (said.shape[1] - 1 if kind != "empty" else 0)
+        assert run.hidden.shape[1] == new, "only what the cache does not hold is computed"
+        advance(run, truth, until, seed=turn)
+    for layer, (keys, values) in zip(cache.layers, before):
+        assert torch.equal(layer.keys, keys), "the user's cache is as it was until it is handed back"
+        assert torch.equal(layer.values, values)
+    assert run.hand_back(cache, until) is cache
+    assert int(cache.get_seq_length()) == until
+    more = generate(target, truth[:, : until + 1], mask, truth.shape[1] - until - 1, past_key_values=cache)
+    assert torch.equal(more.sequences, truth)
+    assert more.past_key_values is cache
+
+
+def test_a_chain_catches_up(target):
+    """`chain_of`, rows with different numbers of entries kept: how rows are brought to one length at the end."""
+    ids, mask = prompt_of(SHAPES["ragged"])
+    truth = generate(target, ids, mask, NEW).sequences
+    width, gaps = ids.shape[1], [6, 0, 3]
+    run = run_over(target, mask)
+    with run.open(), torch.no_grad():
+        run.prefill(ids)
+        run.verify(chain_of(truth[:, width : width + 6]))
+        run.commit([range(6 - gap) for gap in gaps])
+        starts = torch.tensor(run.cache.lengths)[:, None]
+        logits = run.verify(chain_of(truth.gather(1, starts + torch.arange(6))))
+        assert torch.equal(logits.argmax(-1), truth.gather(1, starts + 1 + torch.arange(6)))
+        run.commit([range(gap) for gap in gaps])
+    cache = run.hand_back(None, width + 6)
+    more = generate(target, truth[:, : width + 7], mask, NEW - 7, past_key_values=cache)
+    assert torch.equal(more.sequences, truth)

@@ -1,0 +1,477 @@
+"""Draft trees: every grower against a plain-python reference, and what holds for any tree from any scores."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TopPLogitsWarper
+
+from hf_clover.decoding.tree import Tree, chain_of, grow_chain, grow_global, grow_levels, root_only, with_chain
+
+steady = settings(derandomize=True, deadline=None, max_examples=100)
+seeds = st.integers(0, 2**32 - 1)
+ODD = (0.0, 1.0, -1.0, 50.0, -1e30, -math.inf, math.inf, math.nan)
+WIDE = 10_000
+
+
+class Table:
+    """An `expand` over a table of logits keyed by row and path; it also checks how it is called.
+
+    `odd`: scores are drawn from few values, so that ties, impossible tokens and broken numbers are common.
+    """
+
+    def __init__(self, seed, vocabulary, rows, odd=False):
+        self.seed, self.vocabulary, self.rows, self.odd = seed, vocabulary, rows, odd
+        self.root = torch.tensor([random.Random(f"{seed} {row}").randrange(vocabulary) for row in rows])
+        self.paths = None
+
+    def logits(self, row, path):
+        rng = random.Random(f"{self.seed} {row} {path}")
+        if not self.odd:
+            return torch.tensor([rng.gauss(0, 1.5) for _ in range(self.vocabulary)])
+        values = ODD if rng.random() < 0.3 else ODD[: rng.choice((1, 2, 4, 6))]
+        return torch.tensor([rng.choice(values) for _ in range(self.vocabulary)])
+
+    def log_probs(self, row, path):
+        """What each next token adds to a path; nothing is possible after broken scores."""
+        return torch.log_softmax(self.logits(row, path), dim=0).nan_to_num(nan=-math.inf, neginf=-math.inf)
+
+    def __call__(self, level, chosen, tokens):
+        if level == 0:
+            assert chosen is None
+            assert torch.equal(tokens, self.root[:, None])
+            self.paths = [[()] for _ in self.rows]
+        else:
+            assert chosen.shape == tokens.shape == (len(self.rows), chosen.shape[1])
+            self.paths = [
+                [(*old[beam], token) for beam, token in zip(beams, new)]
+                for old, beams, new in zip(self.paths, chosen.tolist(), tokens.tolist())
+            ]
+        assert all(len(path) == level for paths in self.paths for path in paths)
+        return torch.stack(
+            [torch.stack([self.logits(row, path) for path in paths]) for row, paths in zip(self.rows, self.paths)]
+        )
+
+
+def nodes_of(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
+    """The valid nodes below the root of one row: path -> joint log-probability."""
+    paths, found = [()], {}
+    for node in range(1, tree.size):
+        path = (*paths[tree.parents[row, node]], int(tree.tokens[row, node]))
+        paths.append(path)
+        if tree.valid[row, node]:
+            assert path not in found, "two siblings carry the same token"
+            found[path] = float(tree.log_probs[row, node])
+    return found
+
+
+def assert_is_tree(tree: Tree, table: Table, budget: int) -> None:
+    """Everything that the module's contract says of a tree."""
+    assert tree.size - 1 <= budget
+    shape = (len(table.rows), tree.size)
+    for values in (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid):
+        assert values.shape == shape
+    assert torch.equal(tree.tokens[:, 0], table.root)
+    assert not tree.parents[:, 0].any()
+    assert not tree.depths[:, 0].any()
+    assert not tree.log_probs[:, 0].any()
+    assert tree.valid[:, 0].all()
+    for row, name in enumerate(table.rows):
+        tokens, parents, depths, joint, valid = (
+            values[row].tolist() for values in (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid)
+        )
+        assert valid == sorted(valid, reverse=True), "the nodes that could not be filled come last"
+        paths = [()]
+        for node in range(1, tree.size):
+            parent = parents[node]
+            paths.append((*paths[parent], tokens[node]))
+            if not valid[node]:
+                assert (parent, depths[node], joint[node]) == (0, 0, -math.inf)
+                continue
+            assert parent < node
+            assert valid[parent]
+            assert depths[node] == depths[parent] + 1 <= tree.max_depth
+            assert -math.inf < joint[node] <= joint[parent] <= 0.0
+            step = float(table.log_probs(name, paths[parent])[tokens[node]])
+            # Single precision: scores of any size are normalised by subtracting a number of their own size.
+            rounding = 1e-5 + 2e-7 * abs(float(table.logits(name, paths[parent]).logsumexp(0)))
+            assert joint[node] == pytest.approx(joint[parent] + step, abs=rounding)
+        siblings = [(parents[node], tokens[node]) for node in range(1, tree.size) if valid[node]]
+        assert len(set(siblings)) == len(siblings)
+
+
+def same_row(tree: Tree, row: int, other: Tree, other_row: int) -> None:
+    assert tree.max_depth == other.max_depth
+    for name in ("tokens", "parents", "depths", "valid"):
+        assert torch.equal(getattr(tree, name)[row], getattr(other, name)[other_row]), name
+    torch.testing.assert_close(tree.log_probs[row], other.log_probs[other_row], rtol=0, atol=1e-5)
+
+
+@st.composite
+def growers(draw):
+    """A grower with settings of its own -> `grow(expand, root, nodes, depth, vocabulary=...)`."""
+    kind = draw(st.sampled_from(("global", "levels", "chain")))
+    if kind == "global":
+        return partial(grow_global, beam_width=draw(st.integers(1, 6)), top_k=draw(st.integers(1, 6)))
+    if kind == "levels":
+        top_p, min_p = draw(st.sampled_from((0.3, 0.8, 1.0))), draw(st.sampled_from((0.0, 0.25, 0.9)))
+        return partial(grow_levels, top_p=top_p, min_p=min_p)
+    return grow_chain
+
+
+# ---------------------------------------------------------------------- the paper's example
+
+
+def test_the_papers_worked_example():
+    """PAPERS.md: budget 4; a .5 and b .3 stay, then a1 (joint .40) and b1 (.09), and the budget is used up."""
+    vocabulary = 40
+    a, b, one, two = 0, 1, 7, 9
+
+    def expand(level, chosen, tokens):
+        probs = torch.zeros(1, tokens.shape[1], vocabulary)
+        for beam, token in enumerate(tokens[0].tolist()):
+            if level == 0:
+                probs[0, beam, :5] = torch.tensor([0.5, 0.3, 0.1, 0.05, 0.05])
+                continue
+            first = {a: (0.8, 0.1), b: (0.3, 0.1)}.get(token, (0.5, 0.4)) if level == 1 else (0.9, 0.05)
+            probs[0, beam] = (1 - sum(first)) / (vocabulary - 2)
+            probs[0, beam, one], probs[0, beam, two] = first
+        return probs.log()
+
+    tree = grow_levels(expand, torch.tensor([33]), nodes=4, depth=5, top_p=0.8, min_p=0.25)
+    assert tree.tokens.tolist() == [[33, a, one, b, one]]
+    assert tree.parents.tolist() == [[0, 0, 1, 0, 3]]
+    assert tree.depths.tolist() == [[0, 1, 2, 1, 2]]
+    assert tree.valid.all()
+    expected = torch.tensor([[1.0, 0.5, 0.4, 0.3, 0.09]])
+    torch.testing.assert_close(tree.log_probs.exp(), expected, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------------- each grower against a reference
+
+
+@steady
+@given(seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 60), st.integers(1, 2))
+def test_global_is_the_best_of_all_paths(seed, vocabulary, depth, nodes, batch):
+    table = Table(seed, vocabulary, range(batch))
+    tree = grow_global(table, table.root, nodes, depth, beam_width=WIDE, top_k=WIDE)
+    assert_is_tree(tree, table, nodes)
+    for row in range(batch):
+        joint = {(): 0.0}
+        for length in range(1, depth + 1):
+            for path in itertools.product(range(vocabulary), repeat=length):
+                joint[path] = joint[path[:-1]] + float(table.log_probs(row, path[:-1])[path[-1]])
+        del joint[()]
+        best = dict(sorted(joint.items(), key=lambda item: -item[1])[:nodes])
+        assert nodes_of(tree, row) == pytest.approx(best, abs=1e-5)
+
+
+@steady
+@given(seeds, st.integers(2, 6), st.integers(1, 4), st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))
+def test_global_with_a_narrow_beam(seed, vocabulary, depth, nodes, beam_width, top_k):
+    """A beam search in plain python: k best children of the W best nodes of a level, then the best of all."""
+    table = Table(seed, vocabulary, [0])
+    tree = grow_global(table, table.root, nodes, depth, beam_width, top_k)
+    assert_is_tree(tree, table, nodes)
+    beam, candidates = {(): 0.0}, {}
+    for _ in range(depth):
+        level = {}
+        for path, joint in beam.items():
+            values = table.log_probs(0, path).tolist()
+            for token in sorted(range(vocabulary), key=lambda t: -values[t])[:top_k]:
+                level[(*path, token)] = joint + values[token]
+        candidates |= level
+        beam = dict(sorted(level.items(), key=lambda item: -item[1])[:beam_width])
+    best = dict(sorted(candidates.items(), key=lambda item: -item[1])[:nodes])
+    assert nodes_of(tree, 0) == pytest.approx(best, abs=1e-5)
+
+
+def test_levels_against_the_papers_rules():
+    """PAPERS.md's three rules in plain python, with transformers' own warpers at each node."""
+    kept_sizes, unspent = Counter(), 0
+
+    @steady
+    @given(
+        seeds,
+        st.integers(2, 8),
+        st.integers(1, 4),
+        st.integers(1, 12),
+        st.sampled_from((0.2, 0.5, 0.8, 0.95, 1.0)),
+        st.sampled_from((0.0, 0.1, 0.25, 0.6)),
+        st.integers(1, 3),
+    )
+    def check(seed, vocabulary, depth, nodes, top_p, min_p, batch):
+        nonlocal unspent
+        table = Table(seed, vocabulary, range(batch))
+        tree = grow_levels(table, table.root, nodes, depth, top_p, min_p)
+        assert_is_tree(tree, table, nodes)
+        for row in range(batch):
+            kept, budget, level = {}, nodes, {(): 0.0}
+            for _ in range(depth):
+                candidates = {}
+                for path, joint in level.items():
+                    logits = table.logits(row, path)[None]
+                    warped = TopPLogitsWarper(top_p)(None, logits) if top_p < 1.0 else logits
+                    warped = MinPLogitsWarper(min_p)(None, warped)[0]
+                    for token in range(vocabulary):
+                        if warped[token] > -math.inf:
+                            candidates[(*path, token)] = joint + float(table.log_probs(row, path)[token])
+                level = dict(sorted(candidates.items(), key=lambda item: -item[1])[:budget])
+                kept |= level
+                budget -= len(level)
+                if budget == 0:
+                    break
+            assert budget >= 0
+            assert nodes_of(tree, row) == pytest.approx(kept, abs=1e-5)
+            kept_sizes[len(kept)] += 1
+            unspent += budget > 0
+
+    check()
+    assert unspent > 20, "trees that the rules end before the budget does"
+    assert sum(count for size, count in kept_sizes.items() if size > 4) > 20, kept_sizes
+
+
+def test_levels_stop_when_the_budget_is_used_up():
+    """A first level that takes the whole budget leaves nothing for a second, however probable it is."""
+
+    def expand(level, chosen, tokens):
+        logits = torch.linspace(0, 1, 8).expand(1, tokens.shape[1], 8).clone()
+        if level > 0:
+            logits[..., 3] = 20.0
+        return logits
+
+    flat = grow_levels(expand, torch.tensor([0]), nodes=8, depth=4, top_p=1.0, min_p=0.25)
+    assert flat.depths.tolist() == [[0] + [1] * 8]
+    assert sorted(flat.tokens[0, 1:].tolist()) == list(range(8))
+    more = grow_levels(expand, torch.tensor([0]), nodes=10, depth=4, top_p=1.0, min_p=0.25)
+    assert sorted(more.depths[0].tolist()) == [0] + [1] * 8 + [2] * 2
+    by_joint = grow_global(expand, torch.tensor([0]), nodes=8, depth=4, beam_width=8, top_k=8)
+    assert int(by_joint.depths.max()) == 4, "the same scores give another tree where the rule is another"
+
+
+@steady
+@given(seeds, st.integers(2, 8), st.integers(1, 6), st.integers(1, 8), st.integers(1, 3))
+def test_chain_is_the_greedy_path(seed, vocabulary, depth, nodes, batch):
+    table = Table(seed, vocabulary, range(batch))
+    tree = grow_chain(table, table.root, nodes, depth)
+    assert_is_tree(tree, table, nodes)
+    assert tree.size == min(depth, nodes) + 1
+    order = list(range(tree.size))
+    for row in range(batch):
+        path = ()
+        while len(path) < tree.size - 1:
+            path = (*path, int(table.logits(row, path).argmax()))
+        assert tuple(tree.tokens[row, 1:].tolist()) == path
+        assert tree.depths[row].tolist() == order
+        assert tree.parents[row].tolist() == [0, *order[:-1]]
+
+
+# ---------------------------------------------------------------------- what holds for any scores
+
+
+def test_any_scores_give_a_tree():
+    """Ties, impossible tokens, infinities and NaN: still a tree, of nodes that are possible."""
+    found = Counter()
+
+    @settings(steady, max_examples=400)
+    @given(growers(), seeds, st.integers(2, 5), st.integers(1, 4), st.integers(1, 30), st.integers(1, 2))
+    def check(grow, seed, vocabulary, depth, nodes, batch):
+        table = Table(seed, vocabulary, range(batch), odd=True)
+        tree = grow(table, table.root, nodes, depth)
+        assert_is_tree(tree, table, nodes)
+        for row in range(batch):
+            values = tree.log_probs[row, tree.valid[row]].tolist()
+            found["ties"] += len(set(values)) < len(values)
+            found["unfilled"] += not tree.valid[row].all()
+            found["empty"] += len(values) == 1
+            found["deep"] += int(tree.depths[row].max()) > 2
+            found["certain"] += 0.0 in values[1:]  # a child exactly as probable as its parent
+
+    check()
+    assert min(found[kind] for kind in ("ties", "unfilled", "empty", "deep", "certain")) > 10, found
+
+
+def test_ties_break_toward_the_parent():
+    """A chain of certain tokens: parent and child are equally probable at every level."""
+
+    def expand(level, chosen, tokens):
+        return torch.full((1, tokens.shape[1], 4), -math.inf).index_fill_(2, torch.tensor([2]), 0.0)
+
+    for nodes in range(1, 6):
+        tree = grow_global(expand, torch.tensor([0]), nodes, depth=8, beam_width=4, top_k=4)
+        chain = tree.valid[0].sum()
+        assert chain == nodes + 1
+        assert tree.parents[0].tolist() == [0, *range(nodes)]
+        assert tree.tokens[0].tolist() == [0] + [2] * nodes
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_broken_scores_in_one_row_leave_the_other_alone(value, dtype):
+    """The row with nothing but broken scores has its root alone; the other is filled."""
+
+    def expand(level, chosen, tokens):
+        logits = torch.randn(2, tokens.shape[1], 6).to(dtype)
+        logits[1] = value
+        return logits
+
+    for grow in (
+        partial(grow_global, beam_width=3, top_k=3),
+        partial(grow_levels, top_p=0.9, min_p=0.1),
+        grow_chain,
+    ):
+        tree = grow(expand, torch.tensor([0, 1]), 6, 3)
+        assert int(tree.valid[0].sum()) > 3
+        assert tree.valid[1].tolist() == [True] + [False] * (tree.size - 1)
+        assert not tree.log_probs[0].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_never_ranks_a_child_above_its_parent(dtype):
+    """A nearly certain token in half precision must not get a probability above 1."""
+
+    def expand(level, chosen, tokens):
+        logits = torch.randn(1, tokens.shape[1], 50) * 0.01
+        logits[..., 3] = 17.3
+        return logits.to(dtype)
+
+    for nodes in (1, 2, 5, 30):
+        tree = grow_global(expand, torch.tensor([0]), nodes, depth=4, beam_width=8, top_k=8)
+        parents = tree.log_probs.gather(1, tree.parents)
+        assert (tree.log_probs <= parents).all()
+        assert (tree.parents[0, 1:] < torch.arange(1, tree.size)).all()
+
+
+@steady
+@given(growers(), seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 20), st.integers(2, 4))
+def test_rows_are_independent(grow, seed, vocabulary, depth, nodes, batch):
+    """A row's tree is the same alone, in a batch, and at another place of the batch."""
+    table = Table(seed, vocabulary, list(range(batch)))
+    together = grow(table, table.root, nodes, depth)
+    backwards = Table(seed, vocabulary, list(reversed(range(batch))))
+    reversed_tree = grow(backwards, backwards.root, nodes, depth)
+    for row in range(batch):
+        alone = Table(seed, vocabulary, [row])
+        same_row(together, row, grow(alone, alone.root, nodes, depth), 0)
+        same_row(together, row, reversed_tree, batch - 1 - row)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 12, 38, 39, 40, 100])
+def test_budgets(nodes):
+    """Vocabulary 3, depth 3: there are 39 paths, and the budget is met exactly as long as there are."""
+    table = Table(3, 3, [0, 1])
+    tree = grow_global(table, table.root, nodes, 3, beam_width=WIDE, top_k=WIDE)
+    assert_is_tree(tree, table, nodes)
+    assert tree.valid[:, 1:].sum(1).tolist() == [min(nodes, 39)] * 2
+    chain = grow_chain(table, table.root, nodes, 3)
+    assert chain.valid[:, 1:].sum(1).tolist() == [min(nodes, 3)] * 2
+    levels = grow_levels(table, table.root, nodes, 3, top_p=1.0, min_p=0.0)
+    assert_is_tree(levels, table, nodes)
+    assert levels.valid[:, 1:].sum(1).tolist() == [min(nodes, 39)] * 2
+    # Every level takes all that it can before the next one gets anything.
+    widths = [min(3, nodes), min(9, max(nodes - 3, 0)), min(27, max(nodes - 12, 0))]
+    assert [int((levels.depths[0] == depth).sum()) for depth in (1, 2, 3)] == widths
+
+
+@steady
+@given(growers(), seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 20))
+def test_a_larger_budget_extends_the_smaller_one(grow, seed, vocabulary, depth, nodes):
+    """For the best of all paths; the levels rule too gives at least the nodes that a smaller budget bought."""
+    table = Table(seed, vocabulary, [0])
+    if grow is not grow_chain and grow.func is grow_global:
+        grow = partial(grow_global, beam_width=WIDE, top_k=WIDE)
+    small, large = (nodes_of(grow(table, table.root, budget, depth), 0) for budget in (nodes, nodes + 3))
+    assert small.keys() <= large.keys()
+
+
+@steady
+@given(growers(), seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 20))
+def test_a_draft_vocabulary_only_renames(grow, seed, size, depth, nodes):
+    """Tokens of the tree, and those shown to `expand`, are the vocabulary's; nothing else changes."""
+    names = random.Random(seed).sample(range(1000), size)
+    plain = Table(seed, size, [0, 1])
+
+    def expand(level, chosen, tokens):  # the table speaks in places, the caller in names
+        assert level == 0 or set(tokens.flatten().tolist()) <= set(names)
+        return plain(level, chosen, tokens if level == 0 else tokens.clone().apply_(names.index))
+
+    without = grow(plain, plain.root, nodes, depth)
+    renamed = grow(expand, plain.root, nodes, depth, vocabulary=torch.tensor(names))
+    assert without.size == renamed.size
+    for row in (0, 1):
+        expected = {tuple(names[token] for token in path): value for path, value in nodes_of(without, row).items()}
+        assert nodes_of(renamed, row) == pytest.approx(expected, abs=1e-6)
+    for name in ("parents", "depths", "valid"):
+        assert torch.equal(getattr(without, name), getattr(renamed, name))
+
+
+# ---------------------------------------------------------------------- small things
+
+
+@settings(steady, max_examples=200)
+@given(growers(), seeds, st.integers(2, 4), st.integers(1, 5), st.integers(1, 25), st.booleans())
+def test_ancestors(grow, seed, vocabulary, depth, nodes, odd):
+    table = Table(seed, vocabulary, [0, 1, 2], odd=odd)
+    tree = grow(table, table.root, nodes, depth)
+    expected = torch.zeros(3, tree.size, tree.size, dtype=torch.bool)
+    for row in range(3):
+        for node in range(tree.size):
+            above = node
+            expected[row, node, node] = True
+            while above != 0:
+                above = int(tree.parents[row, above])
+                expected[row, node, above] = True
+    assert torch.equal(tree.ancestors(), expected)
+
+
+def test_chain_of_and_root_only():
+    tokens = torch.tensor([[5, 3, 3, 1], [2, 0, 7, 7]])
+    tree = chain_of(tokens)
+    assert torch.equal(tree.tokens, tokens)
+    assert tree.parents.tolist() == [[0, 0, 1, 2]] * 2
+    assert tree.depths.tolist() == [[0, 1, 2, 3]] * 2
+    assert (tree.size, tree.max_depth) == (4, 3)
+    assert tree.valid.all()
+    assert torch.equal(tree.ancestors(), torch.ones(2, 4, 4, dtype=torch.bool).tril())
+    root = root_only(tokens[:, 0])
+    assert (root.size, root.max_depth, root.tokens.tolist()) == (1, 0, [[5], [2]])
+    assert root.parents.tolist() == root.depths.tolist() == [[0], [0]]
+    assert root.ancestors().tolist() == [[[True]]] * 2
+
+
+@steady
+@given(growers(), seeds, st.integers(1, 10), st.lists(st.booleans(), min_size=3, max_size=3))
+def test_with_chain(grow, seed, nodes, chosen):
+    """The chosen rows are a chain of the padding token under their own root; the others are as they were."""
+    table = Table(seed, 4, [0, 1, 2], odd=True)
+    tree = grow(table, table.root, nodes, 3)
+    before = [values.clone() for values in (tree.tokens, tree.parents, tree.depths, tree.valid)]
+    mixed = with_chain(tree, torch.tensor(chosen), token=9)
+    size = tree.size
+    for row, is_chain in enumerate(chosen):
+        if is_chain:
+            assert mixed.tokens[row].tolist() == [int(table.root[row])] + [9] * (size - 1)
+            assert mixed.parents[row].tolist() == [0, *range(size - 1)]
+            assert mixed.depths[row].tolist() == list(range(size))
+            assert mixed.valid[row].all()
+            assert torch.equal(mixed.ancestors()[row], torch.ones(size, size, dtype=torch.bool).tril())
+        else:
+            for name in ("tokens", "parents", "depths", "valid", "log_probs"):
+                assert torch.equal(getattr(mixed, name)[row], getattr(tree, name)[row])
+            assert torch.equal(mixed.ancestors()[row], tree.ancestors()[row])
+    after = (tree.tokens, tree.parents, tree.depths, tree.valid)
+    assert all(torch.equal(old, new) for old, new in zip(before, after)), "the tree given is left alone"
+
+
+def test_to_another_device():
+    tree = chain_of(torch.tensor([[1, 2]]))
+    assert tree.to(torch.device("cpu")) is tree
+    moved = tree.to(torch.device("meta"))
+    assert {moved.tokens.device.type, moved.valid.device.type, moved.log_probs.device.type} == {"meta"}
+    assert (moved.max_depth, moved.size) == (1, 2)

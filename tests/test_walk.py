@@ -1,0 +1,687 @@
+"""The walk against plain generate: random trees over a table of logits, step by step until the text ends.
+
+The target here is a table: the logits of the next token for any row and prefix. `plain` is transformers' sampling
+loop in a few lines over that table; the walk must give the same tokens, the same events and, at batch 1, the same
+random numbers, whatever the trees.
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from hf_clover.decoding import walk as walk_module
+from hf_clover.decoding.tree import Tree, chain_of, root_only, with_chain
+from hf_clover.decoding.walk import Text, greedy_walk, replay
+
+steady = settings(derandomize=True, deadline=None, max_examples=100)
+seeds = st.integers(0, 2**32 - 1)
+PAD = 0
+
+
+class Table:
+    """A target as a table of logits: each row goes on from a random prompt. Token 0 is padding and has no chance;
+    1 and 2, which end texts, are a little rarer than the others."""
+
+    def __init__(self, seed, batch=1, vocabulary=5, prompt=2):
+        self.seed, self.vocabulary = seed, vocabulary
+        rng = random.Random(seed)
+        self.prompt = torch.tensor([[rng.randrange(1, vocabulary) for _ in range(prompt)] for _ in range(batch)])
+
+    def __call__(self, row, prefix):
+        rng = random.Random(f"{self.seed} {row} {tuple(prefix)}")
+        return torch.tensor([-50.0] + [rng.gauss(-2.0 * (token < 3), 2) for token in range(1, self.vocabulary)])
+
+
+class Streamer:
+    def __init__(self):
+        self.pieces = []
+
+    def put(self, value):
+        self.pieces.append(value)
+
+
+class Counting(LogitsProcessor):
+    """Stateful: what it does depends on how often it was called; it remembers what it was shown."""
+
+    def __init__(self):
+        self.shown = []
+
+    def __call__(self, input_ids, scores):
+        self.shown.append(input_ids.clone())
+        scores = scores.clone()
+        scores[:, 1 + len(self.shown) % (scores.shape[1] - 1)] += 2.0
+        return scores
+
+
+class OnceInTheBatch(StoppingCriteria):
+    """Looks at the whole batch: every row ends once any row has emitted `token` `times` times."""
+
+    def __init__(self, token, times):
+        self.token, self.times, self.shown = token, times, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append((input_ids.clone(), None if scores is None else len(scores)))
+        ended = bool(((input_ids == self.token).sum(1) >= self.times).any())
+        return torch.full((input_ids.shape[0],), ended)
+
+
+class EndsByLength(MaxLengthCriteria):
+    """A criterion of the user's own class, so that rows are kept together."""
+
+
+def config_of(eos=(), do_sample=False, pad=PAD, records=False):
+    config = GenerationConfig(
+        do_sample=do_sample,
+        pad_token_id=pad,
+        eos_token_id=list(eos) or None,
+        return_dict_in_generate=records,
+        output_scores=records,
+        output_logits=records,
+    )
+    # As GenerationMixin._prepare_special_tokens leaves them.
+    config._pad_token_tensor = None if pad is None else torch.tensor(pad)
+    config._eos_token_tensor = torch.tensor(list(eos)) if eos else None
+    return config
+
+
+def criteria_of(max_length, eos=(), *more):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=max_length)])
+    if eos:
+        criteria.append(EosTokenCriteria(eos_token_id=list(eos)))
+    criteria.extend(more)
+    return criteria
+
+
+def plain(table, processors, criteria, config, streamer=None):
+    """transformers' `_sample`, over the table -> sequences, finished at each length, scores, logits."""
+    input_ids, batch = table.prompt, table.prompt.shape[0]
+    has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    unfinished = torch.ones(batch, dtype=torch.long)
+    scores, logits, ended_at = (), (), [None] * batch
+    while unfinished.max() > 0:
+        raw = torch.stack([table(row, ids) for row, ids in enumerate(input_ids.tolist())])
+        processed = processors(input_ids, raw.clone())
+        scores, logits = (*scores, processed), (*logits, raw)
+        if config.do_sample:
+            tokens = torch.multinomial(torch.softmax(processed, dim=-1), num_samples=1).squeeze(1)
+        else:
+            tokens = processed.argmax(dim=-1)
+        if has_eos:
+            tokens = tokens * unfinished + PAD * (1 - unfinished)
+        input_ids = torch.cat((input_ids, tokens[:, None]), dim=1)
+        if streamer is not None:
+            streamer.put(tokens)
+        unfinished = unfinished & ~criteria(input_ids, scores if config.output_scores else None)
+        for row in range(batch):
+            if ended_at[row] is None and not unfinished[row]:
+                ended_at[row] = input_ids.shape[1]
+    return input_ids, ended_at, scores, logits
+
+
+# ---------------------------------------------------------------------- trees and their logits
+
+
+def plant(rng, table, text, nodes, truth, skill):
+    """A random tree of `nodes` nodes under each row's last token. With chance `skill` a node carries on the path that
+    the truth takes. A child that exists already becomes a node that is not valid."""
+    batch, n = len(text.finished), nodes + 1
+    tokens, parents, depths = (torch.zeros(batch, n, dtype=torch.long) for _ in range(3))
+    valid = torch.zeros(batch, n, dtype=torch.bool)
+    for row, ids in enumerate(text.rows()):
+        paths, children, ahead = [()], {()}, tuple(truth[row, len(ids) :].tolist())
+        tokens[row, 0], valid[row, 0] = ids[-1], True
+        for node in range(1, n):
+            places = [place for place in range(node) if valid[row, place]]
+            parent, token = rng.choice(places), rng.randrange(table.vocabulary)
+            if rng.random() < skill:
+                tip = max((p for p in places if paths[p] == ahead[: len(paths[p])]), key=lambda p: len(paths[p]))
+                if len(paths[tip]) < len(ahead):
+                    parent, token = tip, ahead[len(paths[tip])]
+            path = (*paths[parent], token)
+            paths.append(path)
+            tokens[row, node] = token
+            if path not in children:
+                children.add(path)
+                parents[row, node], depths[row, node], valid[row, node] = parent, len(path), True
+    return Tree(tokens, parents, depths, torch.zeros(batch, n), valid, int(depths.max()) + rng.randrange(2))
+
+
+def score(table, tree, text, skip_finished):
+    """Logits [B, n, V] of every node; NaN wherever nobody has any business to look."""
+    logits = torch.full((*tree.tokens.shape, table.vocabulary), math.nan)
+    for row, ids in enumerate(text.rows()):
+        if skip_finished and text.finished[row]:
+            continue
+        prefixes = [ids.tolist()]
+        for node in range(tree.size):
+            if node > 0:
+                prefixes.append([*prefixes[tree.parents[row, node]], int(tree.tokens[row, node])])
+            if tree.valid[row, node]:
+                logits[row, node] = table(row, prefixes[node])
+    return logits
+
+
+def speculate(walk, table, truth, text, seed, nodes, skill, seen=None):
+    """The decode loop over the table -> the paths of each step."""
+    rng, steps, first = random.Random(seed), [], True
+    while not text.done:
+        tree = root_only(text.sequences()[:, -1]) if first else plant(rng, table, text, nodes, truth, skill)
+        if text.in_lockstep and text.pad is not None and any(text.finished):
+            tree = with_chain(tree, torch.tensor(text.finished), text.pad)
+        before, lengths = list(text.finished), [len(row) for row in text.rows()]
+        logits = score(table, tree, text, skip_finished=not text.in_lockstep)
+        paths = walk(tree, logits, text)
+        steps.append(paths)
+        for row, path in enumerate(paths):
+            assert len(text.rows()[row]) - lengths[row] == len(path), "one node per emitted token"
+            if before[row] and not text.in_lockstep:
+                assert path == []
+                continue
+            assert path[0] == 0
+            assert all(tree.parents[row, low] == high for high, low in itertools.pairwise(path))
+            assert tree.valid[row, path].all()
+            emitted = text.rows()[row][lengths[row] :].tolist()
+            assert emitted[:-1] == tree.tokens[row, path[1:]].tolist(), "every token but the last is the next node's"
+            if seen is not None and not before[row] and not first:
+                seen[len(path) - 1] += 1
+        first = False
+    return steps
+
+
+def assert_depths(seen, deep=4):
+    """What was accepted over a whole test: nothing, something and much."""
+    assert seen[0] > 15, seen
+    assert seen[1] + seen[2] > 15, seen
+    assert sum(count for depth, count in seen.items() if depth >= deep) > 15, seen
+
+
+cases = dict(
+    seed=seeds,
+    batch=st.integers(1, 3),
+    vocabulary=st.integers(3, 6),
+    nodes=st.integers(1, 12),
+    skill=st.sampled_from((0.0, 0.5, 0.9, 1.0)),
+    new=st.integers(1, 14),
+    endings=st.integers(0, 2),
+)
+
+
+def start(table, config, criteria, processors=(), streamer=None):
+    return Text.start(table.prompt.clone(), LogitsProcessorList(processors), criteria, config, streamer)
+
+
+# ---------------------------------------------------------------------- greedy
+
+
+def test_greedy_walk_is_replay_is_plain_generate():
+    seen, kinds = Counter(), Counter()
+
+    @settings(steady, max_examples=200)
+    @given(**cases)
+    def check(seed, batch, vocabulary, nodes, skill, new, endings):
+        table = Table(seed, batch, vocabulary)
+        eos = list(range(1, 1 + endings))
+        max_length = table.prompt.shape[1] + new
+        config = config_of(eos)
+        truth, ended_at, _, _ = plain(table, LogitsProcessorList(), criteria_of(max_length, eos), config)
+        texts, steps = [], []
+        for walk in (greedy_walk, replay):
+            text = start(table, config, criteria_of(max_length, eos))
+            assert text.is_plain_greedy
+            assert text.in_lockstep == (batch == 1)
+            steps.append(speculate(walk, table, truth, text, seed, nodes, skill, seen if walk is replay else None))
+            texts.append(text)
+        fast, slow = texts
+        assert steps[0] == steps[1]
+        assert fast.finished == slow.finished == [True] * batch
+        assert torch.equal(fast.sequences(), truth)
+        assert torch.equal(slow.sequences(), truth)
+        assert fast.emitted == slow.emitted == sum(ended_at) - table.prompt.numel()
+        assert [len(row) for row in fast.rows()] == [len(row) for row in slow.rows()] == ended_at
+        kinds["ragged"] += len(set(ended_at)) > 1
+        kinds["early"] += max(ended_at) < max_length
+        kinds["full"] += max(ended_at) == max_length
+        kinds["fewer steps"] += len(steps[0]) < max(ended_at) - table.prompt.shape[1]
+
+    check()
+    assert_depths(seen)
+    assert min(kinds[kind] for kind in ("ragged", "early", "full", "fewer steps")) > 10, kinds
+
+
+def test_one_walk_on_any_tree():
+    """No loop and no truth: whatever the logits, both walks agree, and each step is the argmax at its node."""
+    depths = Counter()
+
+    @settings(steady, max_examples=300)
+    @given(
+        st.lists(st.tuples(st.integers(0, 30), st.integers(0, 14)), min_size=6, max_size=20),
+        st.lists(st.integers(0, 2), min_size=21, max_size=21),
+        st.integers(1, 9),
+        st.sets(st.integers(0, 2), max_size=1),
+    )
+    def check(draws, picks, room, eos):
+        tokens, parents, valid, level, taken = [1], [0], [True], [0], set()
+        for where, token in draws:
+            places = [place for place, is_valid in enumerate(valid) if is_valid]
+            parent = places[-1 - where // 4 % len(places)]
+            token = token if token < 3 else picks[parent]
+            is_new = (parent, token) not in taken
+            taken.add((parent, token))
+            tokens.append(token)
+            valid.append(is_new)
+            parents.append(parent if is_new else 0)
+            level.append(level[parent] + 1 if is_new else 0)
+        values = [torch.tensor([value]) for value in (tokens, parents, level)]
+        tree = Tree(*values, torch.zeros(1, len(tokens)), torch.tensor([valid]), max_depth=max(level))
+        logits = torch.nn.functional.one_hot(torch.tensor([picks[: len(tokens)]]), 3).float()
+
+        expected, path, node = [], [], 0
+        while node is not None:
+            path.append(node)
+            expected.append(picks[node])
+            if len(expected) == room or picks[node] in eos:
+                break
+            below = [n for n in range(1, len(tokens)) if valid[n] and parents[n] == node and tokens[n] == picks[node]]
+            node = below[0] if below else None
+        is_finished = len(expected) == room or expected[-1] in eos
+        for walk in (greedy_walk, replay):
+            prompt = torch.tensor([[2, 1]])
+            text = Text.start(
+                prompt, LogitsProcessorList(), criteria_of(2 + room, sorted(eos)), config_of(sorted(eos)), None
+            )
+            assert walk(tree, logits, text) == [path]
+            assert text.rows()[0].tolist() == [2, 1, *expected]
+            assert text.finished == [is_finished]
+            assert text.emitted == len(expected)
+        depths[len(path) - 1] += 1
+
+    check()
+    assert_depths(depths, deep=3)
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("room", [1, 2, 4, 6, 7, 20])
+def test_max_length_in_the_middle_of_a_walk(walk, room):
+    """A chain of six right tokens, and room for fewer: the walk stops there, and the text is finished."""
+    tree = chain_of(torch.tensor([[1, 2, 3, 1, 2, 3, 1]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1, 2, 3, 1, 2]]), 4).float()
+    prompt = torch.tensor([[3, 3, 1]])
+    text = Text.start(prompt, LogitsProcessorList(), criteria_of(3 + room), config_of(), None)
+    count = min(room, 7)
+    assert walk(tree, logits, text) == [list(range(count))]
+    assert text.rows()[0].tolist() == [3, 3, 1, *[2, 3, 1, 2, 3, 1, 2][:count]]
+    assert text.finished == [room <= 7]
+    assert text.emitted == count
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize(("eos", "length"), [([3], 3), ([4, 3], 3), ([4], 5), ([2, 4, 3], 1), ([9, 8], 7), ([2], 1)])
+def test_several_ends_of_sequence(walk, eos, length):
+    """The first of any of them ends the walk and is itself emitted."""
+    tree = chain_of(torch.tensor([[1, 2, 1, 3, 1, 4, 1]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 1, 3, 1, 4, 1, 2]]), 10).float()
+    text = Text.start(torch.tensor([[3, 1]]), LogitsProcessorList(), criteria_of(50, eos), config_of(eos), None)
+    assert walk(tree, logits, text) == [list(range(length))]
+    assert text.rows()[0].tolist() == [3, 1, *[2, 1, 3, 1, 4, 1, 2][:length]]
+    assert text.finished == [eos != [9, 8]]
+
+
+# ---------------------------------------------------------------------- sampling
+
+
+@pytest.mark.parametrize("rows", ["one", "free", "lockstep"])
+def test_the_same_seed_gives_the_same_text(rows):
+    """The walk draws plain sampling's random numbers, in its order, and no others, however uneven the rows are."""
+    seen, texts, ragged = Counter(), set(), 0
+    batches = st.just(1) if rows == "one" else st.integers(2, 3)
+    long = {"new": st.integers(6, 20), "skill": st.sampled_from((0.5, 0.9, 1.0))}
+
+    @settings(steady, max_examples=100)
+    @given(**{**cases, **long, "batch": batches})
+    def check(seed, batch, vocabulary, nodes, skill, new, endings):
+        nonlocal ragged
+        table, eos = Table(seed, batch, vocabulary), list(range(1, 1 + endings))
+        max_length, config = table.prompt.shape[1] + new, config_of(eos, do_sample=True)
+        more = [EndsByLength(max_length)] if rows == "lockstep" else []
+        torch.manual_seed(seed)
+        truth, ended_at, _, _ = plain(table, LogitsProcessorList(), criteria_of(max_length, eos), config)
+        after = torch.rand(3)
+        text = start(table, config, criteria_of(max_length, eos, *more))
+        assert not text.is_plain_greedy
+        assert text.in_lockstep == (rows != "free")
+        torch.manual_seed(seed)
+        speculate(replay, table, truth, text, seed, nodes, skill, seen)
+        assert torch.equal(text.sequences(), truth)
+        assert text.emitted == sum(ended_at) - table.prompt.numel()
+        assert torch.equal(torch.rand(3), after), "not one random number more or less"
+        greedy, _, _, _ = plain(table, LogitsProcessorList(), criteria_of(max_length, eos), config_of(eos))
+        texts.add(torch.equal(greedy, truth))
+        ragged += len(set(ended_at)) > 1
+
+    check()
+    assert_depths(seen)
+    assert False in texts, "sampling must differ from greedy decoding somewhere"
+    assert rows == "one" or ragged > 10
+
+
+# ---------------------------------------------------------------------- lockstep and free rows
+
+
+@pytest.mark.parametrize("keeper", ["streamer", "processor", "criterion", "records", "own class", "none"])
+def test_lockstep_and_free_rows_give_the_same_text(keeper):
+    """Whatever looks at the whole batch sees plain generate's events; without it the rows go on their own."""
+    seen, ragged, kept_going = Counter(), 0, 0
+
+    @settings(steady, max_examples=50)
+    @given(**{**cases, "batch": st.integers(2, 3), "endings": st.integers(1, 2)})
+    def check(seed, batch, vocabulary, nodes, skill, new, endings):
+        nonlocal ragged, kept_going
+        table, eos = Table(seed, batch, vocabulary), list(range(1, 1 + endings))
+        max_length = table.prompt.shape[1] + new
+        config = config_of(eos, records=keeper == "records")
+
+        def parts():
+            more = {"criterion": [OnceInTheBatch(vocabulary - 1, 4)], "own class": [EndsByLength(max_length)]}
+            processors = LogitsProcessorList([Counting()] if keeper == "processor" else [])
+            criteria = criteria_of(max_length, eos, *more.get(keeper, []))
+            return processors, criteria, Streamer() if keeper == "streamer" else None
+
+        processors, criteria, streamer = parts()
+        truth, ended_at, scores, logits = plain(table, processors, criteria, config, streamer)
+        our_processors, our_criteria, our_streamer = parts()
+        text = start(table, config, our_criteria, our_processors, our_streamer)
+        assert text.in_lockstep == (keeper != "none")
+        speculate(replay, table, truth, text, seed, nodes, skill, seen)
+        assert torch.equal(text.sequences(), truth)
+        assert text.emitted == sum(ended_at) - table.prompt.numel()
+        ragged += len(set(ended_at)) > 1
+        lengths = [len(row) for row in text.rows()]
+        assert lengths == ([truth.shape[1]] * batch if text.in_lockstep else ended_at)
+        if keeper == "streamer":
+            assert all(piece.shape == (batch,) for piece in our_streamer.pieces)
+            assert torch.equal(torch.stack(our_streamer.pieces, 1), torch.stack(streamer.pieces, 1))
+        if keeper == "processor":
+            assert_same_calls(our_processors[0].shown, processors[0].shown)
+        if keeper == "criterion":
+            kept_going += len(our_criteria[-1].shown)
+            assert [count for _, count in our_criteria[-1].shown] == [None] * len(our_criteria[-1].shown)
+            assert_same_calls(*([ids for ids, _ in each[-1].shown] for each in (our_criteria, criteria)))
+        if keeper == "records":
+            assert len(text.scores) == len(text.logits) == truth.shape[1] - table.prompt.shape[1]
+            assert all(torch.equal(a, b) for a, b in zip(text.scores, scores))
+            assert all(torch.equal(a, b) for a, b in zip(text.logits, logits))
+        else:
+            assert text.scores is text.logits is None
+
+    check()
+    assert sum(count for depth, count in seen.items() if depth > 0) > 20, seen
+    assert seen[0] > 0
+    assert ragged > 5
+    assert keeper != "criterion" or kept_going > 50
+
+
+def assert_same_calls(ours, theirs):
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def test_without_padding_finished_rows_go_on_as_in_plain_generate():
+    """A criterion of the user's own and no end of sequence: plain generate pads nobody, so rows stay together."""
+
+    class RowEnds(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids[:, -1] == 1
+
+    seen, ragged = Counter(), 0
+
+    @settings(steady, max_examples=40)
+    @given(seeds, st.sampled_from((None, PAD)))
+    def check(seed, pad):
+        nonlocal ragged
+        table, config = Table(seed, 2, 4), config_of(pad=pad)
+        truth, ended_at, _, _ = plain(table, LogitsProcessorList(), criteria_of(12, (), RowEnds()), config)
+        text = start(table, config, criteria_of(12, (), RowEnds()))
+        assert text.in_lockstep
+        assert text.pad is None
+        speculate(replay, table, truth, text, seed, 6, 0.9, seen)
+        assert torch.equal(text.sequences(), truth)
+        assert text.emitted == sum(ended_at) - table.prompt.numel()
+        ragged += len(set(ended_at)) > 1
+
+    check()
+    assert ragged > 10
+    assert sum(count for depth, count in seen.items() if depth > 0) > 20, seen
+
+
+def test_what_keeps_rows_together():
+    """Who looks at the whole batch decides; a single row is its own batch."""
+    table, single = Table(0, batch=2), Table(0, batch=1)
+    time = MaxTimeCriteria(100.0)
+    free = start(table, config_of([1]), criteria_of(9, [1]))
+    assert (free.in_lockstep, free.is_plain_greedy, free.pad, len(free.input_ids)) == (False, True, PAD, 2)
+    timed = start(table, config_of([1]), criteria_of(9, [1], time))
+    assert (timed.in_lockstep, timed.is_plain_greedy) == (False, False)
+    timed_only = start(table, config_of(), criteria_of(9, (), time))  # nobody is padded
+    assert (timed_only.in_lockstep, timed_only.pad) == (True, None)
+    known = start(table, config_of([1]), criteria_of(9, [1]), [transformers.TopKLogitsWarper(2)])
+    assert (known.in_lockstep, known.is_plain_greedy) == (False, False)
+    unknown = start(table, config_of([1]), criteria_of(9, [1]), [Counting()])
+    assert (unknown.in_lockstep, unknown.is_plain_greedy, len(unknown.input_ids)) == (True, False, 1)
+    alone = start(single, config_of([1]), criteria_of(9, [1]), streamer=Streamer())
+    assert (alone.in_lockstep, alone.is_plain_greedy) == (True, True)
+    recorded = start(single, config_of([1], records=True), criteria_of(9, [1]))
+    assert (recorded.is_plain_greedy, recorded.scores, recorded.logits) == (False, (), ())
+    sampled = start(single, config_of([1], do_sample=True), criteria_of(9, [1]))
+    assert not sampled.is_plain_greedy
+
+
+# ---------------------------------------------------------------------- what the caller sees
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_stateful_processor_is_called_once_per_token_in_order(batch, do_sample):
+    seen = Counter()
+
+    @settings(steady, max_examples=40)
+    @given(seeds, st.integers(1, 10))
+    def check(seed, nodes):
+        table, config = Table(seed, batch, 5), config_of([1], do_sample)
+        theirs, ours = Counting(), Counting()
+        torch.manual_seed(seed)
+        truth, _, _, _ = plain(table, LogitsProcessorList([theirs]), criteria_of(14, [1]), config)
+        text = start(table, config, criteria_of(14, [1]), [ours])
+        torch.manual_seed(seed)
+        speculate(replay, table, truth, text, seed, nodes, 0.9, seen)
+        assert torch.equal(text.sequences(), truth)
+        assert len(ours.shown) == truth.shape[1] - table.prompt.shape[1]
+        for place, shown in enumerate(ours.shown):
+            assert torch.equal(shown, truth[:, : table.prompt.shape[1] + place])
+        assert_same_calls(ours.shown, theirs.shown)
+
+    check()
+    assert seen[0] > 0
+    assert sum(count for depth, count in seen.items() if depth > 1) > 10, seen
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, replay])
+def test_a_streamer_gets_vectors_in_order(walk):
+    seen = Counter()
+
+    @settings(steady, max_examples=40)
+    @given(seeds, st.integers(1, 10))
+    def check(seed, nodes):
+        table, config, streamer = Table(seed), config_of([1]), Streamer()
+        truth, _, _, _ = plain(table, LogitsProcessorList(), criteria_of(14, [1]), config)
+        text = start(table, config, criteria_of(14, [1]), streamer=streamer)
+        speculate(walk, table, truth, text, seed, nodes, 0.9, seen)
+        assert all(piece.shape == (1,) and piece.dtype == torch.long for piece in streamer.pieces)
+        assert torch.cat(streamer.pieces).tolist() == truth[0, table.prompt.shape[1] :].tolist()
+
+    check()
+    assert sum(count for depth, count in seen.items() if depth > 1) > 10, seen
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, replay])
+def test_a_streamer_may_cancel(walk):
+    """transformers' server cancels by raising from `put`: the exception is the caller's to see."""
+
+    class Cancelled(Exception):
+        pass
+
+    class Impatient(Streamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.pieces) == 2:
+                raise Cancelled
+
+    streamer = Impatient()
+    tree = chain_of(torch.tensor([[1, 2, 3]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1]]), 4).float()
+    text = Text.start(torch.tensor([[1]]), LogitsProcessorList(), criteria_of(9), config_of(), streamer)
+    with pytest.raises(Cancelled):
+        walk(tree, logits, text)
+    assert torch.cat(streamer.pieces).tolist() == [2, 3]
+
+
+def test_time_that_is_up_ends_the_walk():
+    """However much is drafted, plain generate would have emitted one token."""
+    tree = chain_of(torch.tensor([[1, 2, 3], [1, 2, 3]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1]] * 2), 4).float()
+    criteria = criteria_of(9, [0], MaxTimeCriteria(0.0, initial_timestamp=1.0))
+    text = Text.start(torch.tensor([[1], [1]]), LogitsProcessorList(), criteria, config_of([0]), None)
+    assert replay(tree, logits, text) == [[0], [0]]
+    assert text.done
+    assert text.sequences().tolist() == [[1, 2], [1, 2]]
+
+
+# ---------------------------------------------------------------------- processors, row by row
+
+
+def some_of_every_kind():
+    """A processor of every class that walks may call on one row at a time."""
+    t = transformers
+    eos = torch.tensor([1])
+    return {
+        "MinLengthLogitsProcessor": t.MinLengthLogitsProcessor(6, eos),
+        "MinNewTokensLengthLogitsProcessor": t.MinNewTokensLengthLogitsProcessor(4, 3, eos),
+        "TemperatureLogitsWarper": t.TemperatureLogitsWarper(0.7),
+        "RepetitionPenaltyLogitsProcessor": t.RepetitionPenaltyLogitsProcessor(
+            1.8, prompt_ignore_length=torch.tensor([0, 3, 1])
+        ),
+        "TopPLogitsWarper": t.TopPLogitsWarper(0.6),
+        "TopKLogitsWarper": t.TopKLogitsWarper(3),
+        "TopHLogitsWarper": t.TopHLogitsWarper(0.5),
+        "MinPLogitsWarper": t.MinPLogitsWarper(0.3),
+        "TypicalLogitsWarper": t.TypicalLogitsWarper(0.5),
+        "EpsilonLogitsWarper": t.EpsilonLogitsWarper(0.1),
+        "EtaLogitsWarper": t.EtaLogitsWarper(0.1),
+        "NoRepeatNGramLogitsProcessor": t.NoRepeatNGramLogitsProcessor(2),
+        "SequenceBiasLogitsProcessor": t.SequenceBiasLogitsProcessor({(2,): 3.0, (3, 4): -5.0}),
+        "NoBadWordsLogitsProcessor": t.NoBadWordsLogitsProcessor([[2], [3, 5]]),
+        "ForcedBOSTokenLogitsProcessor": t.ForcedBOSTokenLogitsProcessor(2),
+        "ForcedEOSTokenLogitsProcessor": t.ForcedEOSTokenLogitsProcessor(6, eos),
+        "InfNanRemoveLogitsProcessor": t.InfNanRemoveLogitsProcessor(),
+        "ExponentialDecayLengthPenalty": t.ExponentialDecayLengthPenalty((1, 1.5), eos, 3),
+        "LogitNormalization": t.LogitNormalization(),
+        "SuppressTokensLogitsProcessor": t.SuppressTokensLogitsProcessor([3]),
+        "SuppressTokensAtBeginLogitsProcessor": t.SuppressTokensAtBeginLogitsProcessor([2, 4], 3),
+    }
+
+
+def test_every_row_wise_processor_is_named_here():
+    assert {kind.__name__ for kind in walk_module._ROWWISE_PROCESSORS} == set(some_of_every_kind())
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", some_of_every_kind())
+def test_row_wise_processors_row_by_row(name, do_sample):
+    """Free rows, each with its own processors, give the text that plain generate gives with the whole batch."""
+    changed, seen = 0, Counter()
+    for seed in range(10):
+        table, config = Table(seed, 3, 7, prompt=3), config_of([1], do_sample)
+        criteria = criteria_of(9, [1])
+        torch.manual_seed(seed)
+        without, _, _, _ = plain(table, LogitsProcessorList(), criteria, config)
+        torch.manual_seed(seed)
+        truth, _, _, _ = plain(table, LogitsProcessorList([some_of_every_kind()[name]]), criteria, config)
+        changed += not torch.equal(truth, without)
+        text = start(table, config, criteria, [some_of_every_kind()[name]])
+        assert not text.in_lockstep
+        assert not text.is_plain_greedy
+        torch.manual_seed(seed)
+        speculate(replay, table, truth, text, seed, 5, 0.8, seen)
+        assert torch.equal(text.sequences(), truth)
+    # Argmax is blind to most warpers, sampling only to what does nothing here.
+    blind = ("InfNan", "LogitNormalization", "ForcedBOS", *(() if do_sample else ("Warper",)))
+    is_blind = any(part in name for part in blind) and name != "TypicalLogitsWarper"
+    assert (changed > 0) != is_blind, changed
+    assert sum(seen.values()) - seen[0] > 10, seen
+
+
+# ---------------------------------------------------------------------- NaN
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_nan_where_the_walk_goes_is_an_error(walk, node):
+    tree = chain_of(torch.tensor([[1, 2, 3], [1, 2, 3]]))
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1]] * 2), 4).float()
+    logits[1, node, 0] = math.nan
+    for batch in (2, 1):
+        text = Text.start(torch.ones(batch, 1).long(), LogitsProcessorList(), criteria_of(9), config_of(), None)
+        part = Tree(*(v[-batch:] for v in (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid)), 2)
+        with pytest.raises(ValueError, match=r"`logits` of the target contain NaN \(1 of \d+ values\)"):
+            walk(part, logits[-batch:], text)
+
+
+@pytest.mark.parametrize("walk", [greedy_walk, replay])
+def test_nan_elsewhere_is_nobodys_business(walk):
+    """At a node off the path, at a node that is not valid, after the end, and in a finished row."""
+    tree = chain_of(torch.tensor([[1, 2, 3, 1], [1, 3, 3, 1], [1, 2, 3, 1]]))
+    tree.valid[0, 3] = False
+    logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1, 2]] * 3), 4).float()
+    logits[0, 3:] = math.nan
+    logits[1, 1:] = math.nan
+    logits[2] = math.nan
+    text = Text.start(torch.ones(3, 1).long(), LogitsProcessorList(), criteria_of(9, [3]), config_of([3]), None)
+    text.finished[2] = True
+    assert walk(tree, logits, text) == [[0, 1], [0], []]
+    assert [row.tolist() for row in text.rows()] == [[1, 2, 3], [1, 2], [1]]
+    assert text.finished == [True, False, True]
+
+
+def test_nan_from_a_processor_is_an_error():
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores * math.nan
+
+    for do_sample in (False, True):
+        text = start(Table(0), config_of(do_sample=do_sample), criteria_of(9), [Broken()])
+        with pytest.raises(ValueError, match=r"NaN .*a logits processor.*remove_invalid_values=True"):
+            replay(root_only(torch.tensor([1])), torch.randn(1, 1, 5), text)
+
+
+def test_remove_invalid_values_mends_nan():
+    """The way out that the error names."""
+    text = start(Table(0), config_of(), criteria_of(9), [transformers.InfNanRemoveLogitsProcessor()])
+    logits = torch.tensor([[[math.nan, 1.0, 3.0, 2.0]]])
+    assert replay(root_only(torch.tensor([1])), logits, text) == [[0]]
+    assert text.rows()[0][-1] == 2
