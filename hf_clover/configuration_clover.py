@@ -2,12 +2,13 @@
 
 Contract: a `CloverConfig` says everything that is needed to build the network and nothing about how it is run.
 `variant` names a preset of the papers; every part of the preset is a field of its own, so any row of the papers'
-ablations is a config. Impossible values are refused by name here, before anything is allocated. This file travels to
-the Hub beside `modeling_clover.py`, so it knows transformers and nothing else.
+ablations is a config. Impossible values are refused by name here, before anything is allocated: a config may come from
+a stranger. This file travels to the Hub beside `modeling_clover.py`, so it knows torch and transformers alone.
 """
 
 from typing import Any, ClassVar
 
+import torch
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -79,6 +80,8 @@ _UPPER_BOUNDS = {
     "draft_depth": 256,
     "draft_vocab_size": 1 << 24,
 }
+_MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
+_LONGEST_NAME = 4096
 
 
 class CloverConfig(PreTrainedConfig):
@@ -166,6 +169,7 @@ class CloverConfig(PreTrainedConfig):
     target_fingerprint: str | None = None
 
     def __post_init__(self, **kwargs):
+        self._validate_what_transformers_reads(kwargs)
         self._require_choice("variant")
         for field, value in VARIANTS[self.variant].items():
             if getattr(self, field) is None:
@@ -182,6 +186,7 @@ class CloverConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
+        self._validate_rope_frequencies()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -264,7 +269,8 @@ class CloverConfig(PreTrainedConfig):
         self._require_number("draft_min_p", 0.0, 1.0)
         for field in ("target_name_or_path", "target_revision", "target_fingerprint"):
             value = getattr(self, field)
-            self._require(field, value is None or isinstance(value, str), "a string")
+            is_name = isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_NAME
+            self._require(field, value is None or is_name, f"a string of at most {_LONGEST_NAME} printable characters")
         is_hex = set(self.target_fingerprint or "0") <= set("0123456789abcdef")
         self._require("target_fingerprint", is_hex and self.target_fingerprint != "", "a hexadecimal number")
         known = isinstance(self.hidden_act, str) and self.hidden_act in ACT2FN
@@ -289,6 +295,30 @@ class CloverConfig(PreTrainedConfig):
         if self.draft_depth is not None and not self.can_draft_beyond_heads:
             wanted = f"at most num_heads={self.num_heads}, since these heads do not share their weights"
             self._require("draft_depth", self.draft_depth <= self.num_heads, wanted)
+        self._validate_size()
+
+    def _validate_size(self) -> None:
+        """All parts together; each is counted at its largest."""
+        d, head_dim = self.hidden_size, self.head_dim or self.hidden_size // self.num_attention_heads
+        projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * head_dim
+        block = self.num_augmenting_layers * d * (projections + 3 * self.intermediate_size)
+        parameters = block + (6 + 2 * self.num_heads) * d * d
+        wanted = f"smaller: with the other sizes it makes heads of about {parameters:.1e} parameters"
+        self._require("hidden_size", parameters <= _MOST_PARAMETERS, wanted)
+
+    def _validate_what_transformers_reads(self, kwargs: dict[str, Any]) -> None:
+        """Fields of every config that would cost memory, fetch a kernel from the Hub, or fail without a name."""
+        kwargs.pop("num_labels", None)  # of classifiers: transformers makes a table of so many labels
+        refused = {"per_layer_config": kwargs.get("per_layer_config")}
+        for field in ("attn_implementation", "_attn_implementation"):
+            value = kwargs.get(field)
+            refused[field] = None if isinstance(value, str) and "/" not in value else value
+        for field, value in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
+            dtype = getattr(torch, value, None) if isinstance(value, str) else value
+            refused[field] = None if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
+        for field, value in refused.items():
+            if value is not None:
+                raise ValueError(f"CloverConfig: `{field}={value!r}` is impossible in heads: leave it out.")
 
     def _validate_rope_parameters(self) -> None:
         rope = self.rope_parameters
@@ -299,6 +329,22 @@ class CloverConfig(PreTrainedConfig):
         theta = rope.get("rope_theta", 10000.0)
         is_positive = isinstance(theta, int | float) and theta > 0
         self._require("rope_parameters", is_positive, "such that its `rope_theta` is a positive number")
+
+    def _validate_rope_frequencies(self) -> None:
+        """Each `rope_type` has numbers of its own: transformers' function for it says whether they will do."""
+        kind = self.rope_parameters.get("rope_type")
+        self._require("rope_parameters", kind is not None, "one dictionary for all layers")
+        compute = ROPE_INIT_FUNCTIONS.get(kind)
+        if compute is None or not self.has_augmenting_block:
+            return
+        try:
+            with torch.device("cpu"):
+                frequencies, _ = compute(self, device="cpu")
+        except Exception as error:
+            wanted = f"complete and of the right types for its `rope_type` ({type(error).__name__}: {error})"
+            self._require("rope_parameters", False, wanted)
+        fits = bool(frequencies.isfinite().all()) and len(frequencies) == self.head_dim // 2
+        self._require("rope_parameters", fits or not self.use_rope, f"such that head_dim={self.head_dim} is turned")
 
 
 CloverConfig.register_for_auto_class()

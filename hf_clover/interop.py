@@ -48,7 +48,7 @@ def heads_from_target(
     fresh = source.copy_into(heads)
     _copy_final_norm(norm, heads)
     if fresh and config.has_augmenting_block:
-        logger.info(
+        logger.warning(
             f"Clover heads for `{type(model).__name__}`: the Augmenting Block copies the target's last layer, except "
             f"for what does not correspond and starts fresh: {'; '.join(fresh)}."
         )

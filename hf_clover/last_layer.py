@@ -25,7 +25,7 @@ from .target_parts import find_decoder, is_plain
 
 # The public reference's layers always use this rotary base, whatever the target's rope settings are.
 REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-TRIAL_LENGTH = 12  # tokens
+TRIAL_LENGTH = 6  # tokens: within any sliding window, which the Augmenting Block does not have
 TOLERANCE = 0.01  # of what a half adds to the residual stream; anything else that was seen differs by more
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
@@ -139,7 +139,7 @@ class LastLayer:
     def _keep_what_computes_the_same(self, target: PreTrainedModel, layer: nn.Module) -> None:
         try:
             before, between, after = _watch(target, layer, self.mlp_norm)  # [1, T, d] each
-        except Exception:  # it does not run here, on the meta device for one: taken as read
+        except Exception:  # it wants more than tokens, say: then what was read must do
             return
         if self.qkvo is not None and not self._computes("attention", before, between):
             self.qkvo = None

@@ -333,19 +333,24 @@ def test_broken_scores_in_one_row_leave_the_other_alone(value, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_never_ranks_a_child_above_its_parent(dtype):
-    """A nearly certain token in half precision must not get a probability above 1."""
+@pytest.mark.parametrize("peak", [0.0, 4.0, 17.3])
+def test_scores_in_half_precision(dtype, peak):
+    """Joint probabilities are in single precision, and a nearly certain child is not above its parent."""
+    logits = torch.randn(50) * 0.5
+    logits[3] += peak
+    logits = logits.to(dtype)
 
     def expand(level, chosen, tokens):
-        logits = torch.randn(1, tokens.shape[1], 50) * 0.01
-        logits[..., 3] = 17.3
-        return logits.to(dtype)
+        return logits.expand(1, tokens.shape[1], 50)
 
     for nodes in (1, 2, 5, 30):
         tree = grow_global(expand, torch.tensor([0]), nodes, depth=4, beam_width=8, top_k=8)
-        parents = tree.log_probs.gather(1, tree.parents)
-        assert (tree.log_probs <= parents).all()
+        assert tree.log_probs.dtype == torch.float32
+        assert (tree.log_probs <= tree.log_probs.gather(1, tree.parents)).all()
         assert (tree.parents[0, 1:] < torch.arange(1, tree.size)).all()
+        first = tree.depths[0] == 1
+        expected = logits.float().log_softmax(0)[tree.tokens[0, first]]
+        torch.testing.assert_close(tree.log_probs[0, first], expected, rtol=0, atol=1e-5)
 
 
 @steady

@@ -128,7 +128,7 @@ def _measure(target: PreTrainedModel) -> str | None:
 def _tolerance(target: PreTrainedModel) -> float:
     if target.dtype in (torch.float32, torch.float64):
         return 1e-3 if target.device.type == "cpu" else 1e-2  # tensor cores may round float32 products
-    return 0.15
+    return 0.1
 
 
 def _tree_error(target: PreTrainedModel) -> float:

@@ -1,0 +1,599 @@
+"""Heads made from a target: what is borrowed is the target's, what is copied computes what the target's layer does."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.utils import logging as transformers_logging
+from zoo import ZOO, build
+
+from hf_clover import CloverHeads
+from hf_clover.configuration_clover import VARIANTS
+from hf_clover.decoding.verify import capture_before_final_norm
+from hf_clover.last_layer import copy_norm
+from hf_clover.modeling_clover import CloverRMSNorm
+from hf_clover.target_parts import find_decoder, fingerprint, unwrap
+
+VOCABULARY = 32
+TREE_TARGETS = [name for name, case in ZOO.items() if case.route == "tree"]
+
+# Which halves of the last layer are Llama's; every other target of the zoo starts fresh in both.
+COPIED = {
+    **dict.fromkeys(("llama", "llama_bias", "llama_tied", "qwen2", "qwen2_window", "qwen3"), ("attention", "MLP")),
+    **dict.fromkeys(("smollm3", "mistral", "phi3", "granite"), ("attention", "MLP")),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "llama4"), ("attention",)),
+}
+
+
+@pytest.fixture
+def log(caplog):
+    """The log lines of the package, those said once per process among them."""
+    transformers_logging.warning_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="hf_clover")
+    return caplog
+
+
+def random_ids(*shape: int) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape)
+
+
+def make_llama(**fields) -> LlamaForCausalLM:
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2)
+    config = LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **fields})
+    return stir(LlamaForCausalLM(config)).eval()
+
+
+@torch.no_grad()
+def stir(model: nn.Module, noise: float = 0.2) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.add_(noise * torch.randn_like(parameter))
+    return model
+
+
+# ---------------------------------------------------------------------- what is borrowed
+
+
+@pytest.mark.parametrize("name", TREE_TARGETS)
+def test_borrowed_parts_give_the_targets_own_logits(name):
+    """Final norm, lm_head, logit scale and soft cap, and the place where hidden states are taken from."""
+    model = build(name, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model)
+    captured = []
+    with torch.no_grad(), capture_before_final_norm(model, captured):
+        logits = model(input_ids=random_ids(2, 9)).logits
+    assert len(captured) == 1
+    torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
+    plain = model.get_output_embeddings()(heads.borrowed.norm(captured[0]))
+    config = model.config
+    has_scale = getattr(config, "logit_scale", 1.0) != 1.0 or getattr(config, "logits_scaling", 1.0) != 1.0
+    has_cap = getattr(config, "final_logit_softcapping", None) is not None
+    assert torch.allclose(plain, logits, atol=1e-4) != (has_scale or has_cap)
+    assert (has_scale or has_cap) == (name in ("granite", "gemma2"))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", TREE_TARGETS)
+def test_every_variant_for_every_target(name, variant):
+    model = build(name, vocab_size=VOCABULARY)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    heads = CloverHeads.from_target(model, variant=variant)
+    config = heads.config
+    assert (config.variant, config.vocab_size, config.hidden_size) == (variant, VOCABULARY, 64)
+    assert config.target_fingerprint == fingerprint(model.get_output_embeddings().weight)
+    out = heads(torch.randn(1, 7, 64), random_ids(1, 7)).head_outputs
+    assert out.isfinite().all()
+    assert heads.score(out).shape == (config.num_heads, 1, 7, VOCABULARY)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_any_field_is_a_keyword():
+    heads = CloverHeads.from_target(make_llama(), num_heads=2, output_projector="residual", draft_tree="levels")
+    assert (heads.config.num_heads, heads.config.draft_tree) == (2, "levels")
+    assert len(heads.residual_blocks) == 2
+    with pytest.raises(ValueError, match="num_heads=0"):
+        CloverHeads.from_target(make_llama(), num_heads=0)
+    with pytest.raises(ValueError, match="variant='clover-9'"):
+        CloverHeads.from_target(make_llama(), variant="clover-9")
+
+
+def test_the_target_is_named(tmp_path):
+    make_llama().save_pretrained(tmp_path / "target")
+    target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
+    target.config._commit_hash = "abc"
+    config = CloverHeads.from_target(target).config
+    assert config.target_name_or_path == str(tmp_path / "target")
+    assert config.target_revision == "abc"
+
+
+def test_tied_embeddings(tmp_path):
+    target = make_llama(tie_word_embeddings=True)
+    assert target.lm_head.weight is target.model.embed_tokens.weight
+    heads = CloverHeads.from_target(target)
+    assert torch.equal(heads.borrowed.embedding, target.model.embed_tokens.weight)
+    heads.save_pretrained(tmp_path)
+    again = CloverHeads.from_pretrained(tmp_path).bind(target)
+    ids = random_ids(1, 5)
+    assert torch.equal(again.embed(ids), target.lm_head.weight[ids])
+    assert again.score(torch.eye(32)).equal(target.lm_head(torch.eye(32)))
+
+
+def test_models_with_pictures_are_targets_too():
+    text = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=8)
+    text |= dict(num_attention_heads=4, num_key_value_heads=2)
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    vision |= dict(image_size=8, patch_size=4)
+    gemma = Gemma3Config(
+        text_config=Gemma3TextConfig(**text).to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_id=31
+    )
+    clip = {"model_type": "clip_vision_model", **vision}
+    llava = LlavaConfig(text_config=LlamaConfig(**text), vision_config=clip, image_token_id=31)
+    for target in (Gemma3ForConditionalGeneration(gemma).eval(), LlavaForConditionalGeneration(llava).eval()):
+        heads, captured = CloverHeads.from_target(target), []
+        with torch.no_grad(), capture_before_final_norm(target, captured):
+            logits = target(input_ids=random_ids(1, 5) % 30).logits
+        torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- what is copied
+
+
+def last_layer(model: nn.Module) -> nn.Module:
+    return find_decoder(unwrap(model))[1][-1]
+
+
+def what_the_last_layer_does(model: nn.Module, ids: torch.Tensor) -> SimpleNamespace:
+    """Its input, what stands between attention and MLP, its output."""
+    layer, seen = last_layer(model), SimpleNamespace()
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: setattr(seen, "before", args[0]), with_kwargs=True),
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: setattr(seen, "between", args[0])),
+        layer.register_forward_hook(
+            lambda _, __, out: setattr(seen, "after", out[0] if isinstance(out, tuple) else out)
+        ),
+    ]
+    with torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def check_the_copies(model: nn.Module, heads: CloverHeads, copied: tuple[str, ...], length: int = 6) -> None:
+    """Each half that is copied computes, from the same input, what the target's does: alone and with the other."""
+    seen = what_the_last_layer_does(model, random_ids(2, length))
+    rope = heads.rotary_emb(seen.before, torch.arange(length)[None])
+    for layer in heads.layers:
+        with torch.no_grad():
+            between = seen.before + layer.self_attn(layer.input_layernorm(seen.before), rope, None, None)
+            after = seen.between + layer.mlp(layer.post_attention_layernorm(seen.between))
+            whole = layer(seen.before, rope, None, None)
+        for half, actual, expected, before in (
+            ("attention", between, seen.between, seen.before),
+            ("MLP", after, seen.after, seen.between),
+        ):
+            added = (expected - before).norm()
+            assert added > 0.1, "the half must do something"
+            if half in copied:
+                assert (actual - expected).norm() < 1e-5 * added
+            else:
+                assert (actual - expected).norm() > 0.3 * added
+        if copied == ("attention", "MLP"):
+            assert (whole - seen.after).norm() < 1e-5 * (seen.after - seen.before).norm()
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_copied_half_computes_what_the_targets_does(name, log):
+    model = build(name, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model)
+    check_the_copies(model, heads, COPIED[name])
+    said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
+    fresh = {"attention", "MLP"} - set(COPIED[name])
+    assert len(said) == bool(fresh)
+    for half in fresh:
+        assert f"{half} (" in said[0]
+        assert type(model).__name__ in said[0]
+
+
+@pytest.mark.parametrize("name", [name for name in TREE_TARGETS if name not in COPIED])
+def test_what_does_not_correspond_starts_fresh_and_is_named(name, log):
+    """Parallel blocks, MLA, sinks, other norms or rotary embeddings: a random start, and one line that says so."""
+    model = build(name, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model)
+    said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
+    assert len(said) == 1
+    assert "attention (" in said[0]
+    assert "MLP (" in said[0]
+    assert len(heads.layers) == 2
+    for layer in heads.layers:
+        for linear in layer.modules():
+            if isinstance(linear, nn.Linear):
+                assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert layer.input_layernorm.weight.eq(1).all()
+        assert layer.post_attention_layernorm.weight.eq(1).all()
+    check_that_the_final_norm_is_copied(model, heads)
+
+
+def check_that_the_final_norm_is_copied(model: nn.Module, heads: CloverHeads) -> None:
+    """In scale: what is left out of a LayerNorm is its mean and its bias."""
+    norm = find_decoder(model)[2]
+    for ours in (heads.norm, heads.head_norm):
+        x = torch.randn(5, 64)
+        x = (x - x.mean(-1, keepdim=True)) / x.var(-1, keepdim=True, correction=0).sqrt()
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), (norm(x) - norm(-x)) / 2, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_the_final_norm_is_copied(name):
+    model = build(name, vocab_size=VOCABULARY)
+    check_that_the_final_norm_is_copied(model, CloverHeads.from_target(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "llama_tied", "qwen2", "qwen3", "mistral", "smollm3"])
+def test_copies_are_exact(name):
+    model = build(name, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model)
+    theirs = last_layer(model).state_dict()
+    for layer in heads.layers:
+        ours = layer.state_dict()
+        assert theirs.keys() <= ours.keys()
+        assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+        extra = ours.keys() - theirs.keys()
+        assert extra == ({"self_attn.o_proj.bias"} if name == "qwen2" else set()) & extra
+        assert all(ours[key].eq(0).all() for key in extra)
+    config = heads.config
+    assert config.attention_bias == ("self_attn.q_proj.bias" in theirs) == (name in ("llama_bias", "qwen2"))
+    assert config.mlp_bias == ("mlp.up_proj.bias" in theirs) == (name == "llama_bias")
+    assert config.qk_norm == ("self_attn.q_norm.weight" in theirs) == (name == "qwen3")
+    assert config.use_rope == (name != "smollm3")
+    assert config.num_key_value_heads == model.config.num_key_value_heads == 2
+
+
+def test_fused_projections_are_split():
+    model = build("phi3", vocab_size=VOCABULARY)
+    heads, layer = CloverHeads.from_target(model), last_layer(model)
+    fused = layer.self_attn.qkv_proj.weight
+    for ours in heads.layers:
+        assert torch.equal(ours.self_attn.q_proj.weight, fused[:64])
+        assert torch.equal(ours.self_attn.k_proj.weight, fused[64:96])
+        assert torch.equal(ours.self_attn.v_proj.weight, fused[96:])
+        assert torch.equal(ours.self_attn.o_proj.weight, layer.self_attn.o_proj.weight)
+        assert torch.equal(ours.mlp.gate_proj.weight, layer.mlp.gate_up_proj.weight[:96])
+        assert torch.equal(ours.mlp.up_proj.weight, layer.mlp.gate_up_proj.weight[96:])
+
+
+def test_factors_of_the_target_are_in_the_copy():
+    """Granite multiplies attention scores and residuals; the heads' layer has no such factors."""
+    model = build("granite", vocab_size=VOCABULARY)
+    layer = last_layer(model)
+    assert layer.self_attn.scaling == 0.3
+    assert layer.residual_multiplier == 0.8
+    ours = CloverHeads.from_target(model).layers[0]
+    torch.testing.assert_close(ours.self_attn.q_proj.weight, layer.self_attn.q_proj.weight * 0.3 * 4)
+    torch.testing.assert_close(ours.mlp.down_proj.weight, layer.mlp.down_proj.weight * 0.8)
+    assert torch.equal(ours.self_attn.k_proj.weight, layer.self_attn.k_proj.weight)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 500000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotary_embeddings_are_the_targets(rope):
+    model = make_llama(rope_parameters=rope, hidden_size=64)
+    check_the_copies(model, CloverHeads.from_target(model), ("attention", "MLP"), length=40)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_multi_query_and_grouped_query_attention(kv_heads):
+    model = make_llama(num_key_value_heads=kv_heads, head_dim=6, hidden_size=64)
+    heads = CloverHeads.from_target(model)
+    assert (heads.config.num_key_value_heads, heads.config.head_dim) == (kv_heads, 6)
+    check_the_copies(model, heads, ("attention", "MLP"))
+
+
+def test_norms_that_multiply_by_one_plus_their_weight():
+    config = GemmaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    model = stir(GemmaForCausalLM(config)).eval()
+    heads = CloverHeads.from_target(model)
+    check_the_copies(model, heads, ("attention", "MLP"))
+    assert torch.equal(heads.norm.weight, 1 + model.model.norm.weight)
+    check_that_the_final_norm_is_copied(model, heads)
+
+
+def test_the_scale_of_a_layer_norm_with_outliers_in_its_bias():
+    norm = stir(nn.LayerNorm(64))
+    norm.bias.data[60] = 10.0
+    ours = CloverRMSNorm(64, 1e-5)
+    copy_norm(norm, ours)
+    assert torch.equal(ours.weight, norm.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "fresh"),
+    [
+        ("qwen3", dict(qk_norm=False), "attention"),
+        ("llama_bias", dict(attention_bias=False), "attention"),
+        ("llama", dict(num_attention_heads=8), "attention"),
+        ("llama", dict(intermediate_size=50), "MLP"),
+        ("llama_bias", dict(mlp_bias=False), "MLP"),
+    ],
+)
+def test_a_block_of_another_shape_starts_fresh(name, fields, fresh, log):
+    model = build(name, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model, **fields)
+    said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
+    assert len(said) == 1
+    assert f"{fresh} (" in said[0]
+    other = "MLP" if fresh == "attention" else "attention"
+    assert f"{other} (" not in said[0]
+    check_the_copies(model, heads, (other,))
+
+
+@pytest.mark.parametrize("fields", [dict(variant="medusa"), dict(augmenting_block="none")])
+def test_without_a_block_there_is_nothing_to_say(fields, log):
+    CloverHeads.from_target(build("gpt2", vocab_size=VOCABULARY), **fields)
+    assert not log.records
+
+
+@pytest.mark.parametrize("half", ["attention", "mlp"])
+def test_half_a_block_is_copied_too(half, log):
+    model = build("llama", vocab_size=VOCABULARY)
+    layer = CloverHeads.from_target(model, augmenting_block=half).layers[0].state_dict()
+    theirs = last_layer(model).state_dict()
+    assert layer.keys() < theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in layer.items())
+    assert not log.records
+
+
+def test_a_target_in_training_mode_is_read_without_dropout_and_left_as_it_was():
+    model = make_llama(attention_dropout=0.9, hidden_size=64).train()
+    model.model.norm.eval()
+    modes = [module.training for module in model.modules()]
+    heads = CloverHeads.from_target(model)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(heads.layers[0].self_attn.q_proj.weight, last_layer(model).self_attn.q_proj.weight)
+
+
+def test_a_target_that_cannot_be_tried_is_taken_as_read(monkeypatch):
+    model = make_llama()
+
+    def fail(*_, **__):
+        raise RuntimeError("more than tokens is wanted")
+
+    monkeypatch.setattr(model, "forward", fail)
+    heads = CloverHeads.from_target(model)
+    assert torch.equal(heads.layers[1].mlp.up_proj.weight, last_layer(model).mlp.up_proj.weight)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+    monkeypatch.setattr(last_layer(model), "forward", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(model, "forward", type(model).forward.__get__(model))
+    with pytest.raises(KeyboardInterrupt):
+        CloverHeads.from_target(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+# ---------------------------------------------------------------------- wrapped and quantised targets
+
+
+class Quantised(nn.Module):
+    """Stands for a 4-bit linear layer: its numbers can be used but not read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        scale = linear.weight.detach().abs().max() / 7
+        codes = (linear.weight.detach() / scale).round() + 8
+        self.weight = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
+        self.scale, self.bias = scale, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, (self.weight.to(x.dtype) - 8) * self.scale, self.bias)
+
+
+class Float8(nn.Linear):
+    """Stands for a float8 layer: a floating point weight that means nothing without its scale."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        scale = linear.weight.detach().abs().max() / 400
+        self.weight = nn.Parameter((linear.weight.detach() / scale).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale, self.bias = scale, linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def quantise(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, kind(child))
+    return model
+
+
+@pytest.mark.parametrize("kind", [Quantised, Float8])
+@pytest.mark.parametrize("name", ["llama", "llama_bias", "phi3", "qwen3"])
+def test_a_quantised_target(name, kind, log):
+    """Its last layer is copied by what it does; its input embedding serves as E, said once."""
+    model = quantise(build(name, vocab_size=VOCABULARY), kind)
+    heads = CloverHeads.from_target(model)
+    check_the_copies(model, heads, ("attention", "MLP"))
+    assert heads.dtype == torch.float32
+    ids = random_ids(2, 6)
+    assert torch.equal(heads.embed(ids), model.get_input_embeddings().weight[ids])
+    x = torch.randn(3, 64)
+    assert torch.equal(heads.score(x), model.lm_head(x))
+    assert heads(torch.randn(2, 6, 64), ids).head_outputs.isfinite().all()
+    assert heads.config.target_fingerprint is None
+    CloverHeads.from_target(model)
+    said = [record.getMessage() for record in log.records]
+    assert len(said) == 1
+    assert "input embedding serves as the heads' token embedding" in said[0]
+
+
+class Opaque(nn.Module):
+    """A head that only maps hidden states to logits."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.run = linear.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x)
+
+
+def test_an_opaque_lm_head_keeps_the_heads_usable(log):
+    """Trained for the full target, used with one whose lm_head shows no rows."""
+    model = make_llama()
+    heads = CloverHeads.from_target(model, draft_vocab_size=6)
+    x, plain = torch.randn(2, 32), model.lm_head
+    expected = heads.score(x)
+    model.lm_head = Opaque(plain)
+    heads.bind(model)
+    assert heads.borrowed.draft_rows is None
+    torch.testing.assert_close(heads.score(x), expected)
+    assert heads.borrowed.embedding is model.model.embed_tokens.weight
+    assert [record.levelname for record in log.records] == ["WARNING"]
+
+
+def test_a_target_without_any_readable_rows_is_refused():
+    model = make_llama()
+    heads = CloverHeads.from_target(model)
+    model.lm_head = Opaque(model.lm_head)
+    model.set_input_embeddings(Opaque(model.lm_head))
+    with pytest.raises(ValueError, match=r"`LlamaForCausalLM` lends no token embeddings.*\(Opaque\).*\[32, 32\]"):
+        heads.bind(model)
+    with pytest.raises(ValueError, match="lends no token embeddings"):
+        CloverHeads.from_target(model)
+
+
+def test_a_target_without_an_lm_head_is_refused():
+    heads, model = CloverHeads.from_target(make_llama()), make_llama().model
+    with pytest.raises(ValueError, match="`LlamaModel` has no output embeddings"):
+        heads.bind(model)
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(vocab_size=32, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="encoder-decoder `T5ForConditionalGeneration`"):
+        CloverHeads.from_target(T5ForConditionalGeneration(config))
+
+
+@pytest.mark.parametrize("wraps_lm_head", [False, True])
+def test_a_target_with_lora(wraps_lm_head):
+    """The adapter belongs to the target: it is in the logits and in the copied layer."""
+    model = build("llama", vocab_size=VOCABULARY)
+    base_logits = model.lm_head(torch.eye(64))
+    modules = ["q_proj", "down_proj", *(["lm_head"] if wraps_lm_head else [])]
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
+    heads = CloverHeads.from_target(wrapped)
+    check_the_copies(wrapped, heads, ("attention", "MLP"))
+    q_proj = last_layer(wrapped).self_attn.q_proj
+    assert not torch.allclose(heads.layers[0].self_attn.q_proj.weight, q_proj.base_layer.weight, atol=1e-2)
+    captured = []
+    with torch.no_grad(), capture_before_final_norm(unwrap(wrapped), captured):
+        logits = wrapped(input_ids=random_ids(1, 6)).logits
+    torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
+    assert torch.allclose(heads.score(torch.eye(64)), base_logits, atol=1e-4) != wraps_lm_head
+    assert heads.bind(wrapped) is heads.bind(model)
+
+
+def test_wrappers_are_taken_off():
+    model = make_llama()
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
+        assert unwrap(wrapped) is model
+        assert CloverHeads.from_target(wrapped).borrowed.lm_head is model.lm_head
+
+
+# ---------------------------------------------------------------------- heads for another target
+
+
+def test_heads_for_a_target_of_another_size_are_refused():
+    heads = CloverHeads.from_target(make_llama())
+    heads.config.target_name_or_path = "org/its-target"
+    for size in (dict(hidden_size=64), dict(vocab_size=48)):
+        field, value = next(iter(size.items()))
+        message = rf"their {field} is 32, that of `LlamaForCausalLM` is {value}. They belong to org/its-target"
+        with pytest.raises(ValueError, match=message):
+            heads.bind(make_llama(**size))
+
+
+def test_heads_for_a_target_with_another_lm_head_are_refused():
+    heads = CloverHeads.from_target(make_llama())
+    other = make_llama()
+    with pytest.raises(ValueError, match=r"fingerprint of its lm_head is .* \(\d\d% of its bits differ\)"):
+        heads.bind(other)
+    assert heads._borrowed.lm_head is not other.lm_head
+    heads.config.target_fingerprint = None  # the way out that the message names
+    assert heads.bind(other).borrowed.lm_head is other.lm_head
+
+
+def test_a_fine_tuned_target_gives_a_warning(log):
+    model = make_llama()
+    heads = CloverHeads.from_target(model)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight.add_(0.1 * weight.std() * torch.randn_like(weight))
+    tuned = fingerprint(weight)
+    differing = (int(tuned, 16) ^ int(heads.config.target_fingerprint, 16)).bit_count()
+    assert 0 < differing < 0.2 * 128
+    object.__setattr__(heads, "_borrowed", None)
+    heads.bind(model)
+    assert ["differs a little" in record.getMessage() for record in log.records] == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_fingerprint_does_not_depend_on_the_dtype(dtype, log):
+    model = make_llama()
+    heads = CloverHeads.from_target(model)
+    assert len(heads.config.target_fingerprint) == 32
+    assert fingerprint(model.lm_head.weight.to(dtype)) == heads.config.target_fingerprint
+    object.__setattr__(heads, "_borrowed", None)
+    heads.bind(model.to(dtype))
+    assert not log.records
+
+
+def test_fingerprints_tell_models_apart():
+    rows = [torch.randn(100, 40) for _ in range(20)]
+    assert len({fingerprint(r) for r in rows}) == 20
+    changed = rows[0].clone()
+    changed[[0, -1]] = -changed[[0, -1]]  # the first and the last row are in the sample
+    differing = int(fingerprint(changed), 16) ^ int(fingerprint(rows[0]), 16)
+    assert differing.bit_count() == 16

@@ -1,0 +1,160 @@
+"""What `import hf_clover` does and does not do, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers.generation.utils import GenerationMixin
+
+from hf_clover import install_hook, uninstall_hook
+from hf_clover.decoding.hook import HOOKED_NAMES
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(script: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+LIGHT = """
+import sys, time
+import transformers
+start = time.perf_counter()
+import hf_clover
+seconds = time.perf_counter() - start
+heavy = {"torch", "trl", "peft", "datasets", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+assert seconds < 0.5, seconds
+assert not [name for name in sys.modules if name.startswith("hf_clover.") and name != "hf_clover._lazy"]
+
+from hf_clover import CloverConfig, CloverHeads, TreeCache, install_hook  # lazy attributes
+assert CloverHeads.__module__ == "hf_clover.modeling_clover"
+assert set(hf_clover.__all__) <= set(dir(hf_clover))
+try:
+    hf_clover.nonsense
+except AttributeError as error:
+    assert "'hf_clover' has no attribute 'nonsense'" in str(error)
+else:
+    raise AssertionError
+"""
+
+
+def test_import_is_light():
+    run(f"{LIGHT}\n{CHECK}")
+
+
+# Ways to start a program, all of which must end in the same place.
+STARTS = {
+    "before transformers": "import hf_clover\nimport transformers",
+    "after AutoConfig": "from transformers import AutoConfig\nimport hf_clover",
+    "after everything": "from transformers import AutoConfig, AutoModel, LlamaForCausalLM\nimport hf_clover",
+    "heads first": "from hf_clover import CloverHeads",
+}
+CHECK = """
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.generation.utils import GenerationMixin
+from hf_clover import CloverConfig, CloverHeads
+tiny = dict(vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+config = AutoConfig.for_model("clover", **tiny)
+assert type(config) is CloverConfig
+assert type(AutoModel.from_config(config)) is CloverHeads
+assert GenerationMixin._assisted_decoding.__module__ == "transformers.generation.utils"  # functools.wraps
+assert GenerationMixin._assisted_decoding.__wrapped__.__globals__["__name__"] == "transformers.generation.utils"
+assert GenerationMixin._assisted_decoding.__code__.co_filename.endswith("hook.py")
+assert not {"trl", "peft", "datasets", "matplotlib"} & set(sys.modules)
+finder = type(sys.modules["hf_clover._lazy"]._finder)
+for name in ("transformers.models.auto.modeling_auto", "hf_clover.modeling_clover", "transformers.generation.utils"):
+    loader = sys.modules[name].__spec__.loader
+    assert not type(loader).__module__.startswith("hf_clover"), loader
+assert not sys.modules["hf_clover._lazy"]._waiting
+"""
+
+
+# One process loads torch, which takes longest, and forks for each start.
+FORKS = """
+import json, os, sys, traceback
+import torch
+failures = {}
+for name, script in json.loads(sys.argv[1]).items():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            assert not [m for m in sys.modules if m.partition(".")[0] in ("transformers", "hf_clover")]
+            exec(script, {"__name__": "__main__"})
+            os.write(write, b"right")
+        except BaseException:
+            os.write(write, traceback.format_exc()[-4000:].encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        failures[name] = answer.read()
+    os.wait()
+print(json.dumps(failures))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    return json.loads(run(FORKS, json.dumps({name: f"{start}\n{CHECK}" for name, start in STARTS.items()})))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_auto_classes_and_hook_are_there_whichever_is_imported_first(start, answers):
+    assert answers[start] == "right"
+
+
+def test_the_hook_goes_in_and_out():
+    def current() -> list:
+        return [getattr(GenerationMixin, name) for name in HOOKED_NAMES]
+
+    installed = current()
+    originals = [function.__wrapped__ for function in installed]
+    assert all(function.__module__ == "transformers.generation.utils" for function in originals)
+    assert not any(hasattr(function, "__wrapped__") for function in originals)
+    try:
+        install_hook()
+        assert current() == installed, "installing twice changes nothing"
+        uninstall_hook()
+        assert current() == originals
+        uninstall_hook()
+        assert current() == originals, "uninstalling twice changes nothing"
+        install_hook()
+        assert [function.__wrapped__ for function in current()] == originals
+        install_hook()
+        assert [function.__wrapped__ for function in current()] == originals
+    finally:
+        install_hook()
+
+
+def test_a_wrapper_of_another_library_around_ours_survives(monkeypatch):
+    """Ours cannot be taken out from under it, but lets everything through."""
+    name, calls = HOOKED_NAMES[0], []
+    ours = getattr(GenerationMixin, name)
+    original = ours.__wrapped__
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, name, theirs)
+    try:
+        uninstall_hook()
+        assert getattr(GenerationMixin, name) is theirs
+        assert getattr(GenerationMixin, HOOKED_NAMES[1]) is not None
+        install_hook()
+        assert getattr(GenerationMixin, name) is theirs, "no second wrapper around theirs"
+    finally:
+        monkeypatch.undo()
+        install_hook()
+    assert getattr(GenerationMixin, name) is ours
+    assert ours.__wrapped__ is original
+    assert not calls
