@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fitting import fit
 from oracle import planted
 from transformers import (
     DynamicCache,
@@ -367,6 +368,22 @@ def test_a_conversation_goes_on_from_either_cache(name, who, shape):
     mixed = talk((*who, who[0]), truth=plain)
     assert all(torch.equal(a, b) for a, b in zip(plain, mixed, strict=True))
     assert accepted > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_heads_remember_the_conversation(model, shape):
+    """In a second turn on one cache the same drafts are accepted as if the whole conversation were one prompt."""
+    heads = fit(CloverHeads.from_target(model), model, prompt=torch.tensor([[1, 4, 2, 5, 3]]))
+    inputs, cache = ragged_batch(VOCABULARY, SHAPES[shape]), DynamicCache(config=model.config)
+    common = {"max_new_tokens": 25, "assistant_model": heads, "return_dict_in_generate": True}
+    first = model.generate(**inputs, past_key_values=cache, **common).sequences
+    ids = torch.cat((first, first[:, -4:-1]), dim=1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, ids.shape[1] - inputs["input_ids"].shape[1]), value=1)
+    on_cache = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **common)
+    as_one = model.generate(input_ids=ids, attention_mask=mask, **common)
+    assert torch.equal(on_cache.sequences, as_one.sequences)
+    assert on_cache.speculation.accepted_tokens == as_one.speculation.accepted_tokens > 0
+    assert on_cache.speculation.target_forwards == as_one.speculation.target_forwards
 
 
 def test_a_static_cache_of_the_users_is_gone_on_with(model, heads):

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.utils import GenerationMixin
 
 from hf_clover import install_hook, uninstall_hook
@@ -79,11 +81,11 @@ assert not sys.modules["hf_clover._lazy"]._waiting
 """
 
 
-# One process loads torch, which takes longest, and forks for each start.
+# One process loads torch with what transformers needs of it, which takes longest, and forks for each start.
 FORKS = """
 import json, os, sys, traceback
-import torch
-failures = {}
+import torch._dynamo, torch.distributed.tensor, torch.export
+answers = {}
 for name, script in json.loads(sys.argv[1]).items():
     read, write = os.pipe()
     if os.fork() == 0:
@@ -96,9 +98,9 @@ for name, script in json.loads(sys.argv[1]).items():
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as answer:
-        failures[name] = answer.read()
+        answers[name] = answer.read()
     os.wait()
-print(json.dumps(failures))
+print(json.dumps(answers))
 """
 
 
@@ -136,25 +138,27 @@ def test_the_hook_goes_in_and_out():
 
 
 def test_a_wrapper_of_another_library_around_ours_survives(monkeypatch):
-    """Ours cannot be taken out from under it, but lets everything through."""
-    name, calls = HOOKED_NAMES[0], []
+    """Ours cannot be taken out from under it, so it stays and lets everything through."""
+    name, seen = "_prepare_generation_config", []
     ours = getattr(GenerationMixin, name)
-    original = ours.__wrapped__
 
     def theirs(*args, **kwargs):
-        calls.append(args)
-        return ours(*args, **kwargs)
+        prepared = ours(*args, **kwargs)
+        seen.append(hasattr(prepared[0], "_clover_num_assistant_tokens"))
+        return prepared
 
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    target, ids = LlamaForCausalLM(config), torch.tensor([[1, 2]])
     monkeypatch.setattr(GenerationMixin, name, theirs)
     try:
-        uninstall_hook()
-        assert getattr(GenerationMixin, name) is theirs
-        assert getattr(GenerationMixin, HOOKED_NAMES[1]) is not None
-        install_hook()
-        assert getattr(GenerationMixin, name) is theirs, "no second wrapper around theirs"
+        for change in (install_hook, uninstall_hook, install_hook):
+            change()
+            assert getattr(GenerationMixin, name) is theirs, "no second wrapper around theirs"
+            assert target.generate(ids, max_new_tokens=2, num_assistant_tokens=5).shape == (1, 4)
+            others = [getattr(GenerationMixin, other) for other in HOOKED_NAMES if other != name]
+            assert [hasattr(function, "__wrapped__") for function in others] == [change is install_hook] * len(others)
+        assert seen == [True, False, True], "ours noted the tree size only while it was installed"
     finally:
         monkeypatch.undo()
         install_hook()
     assert getattr(GenerationMixin, name) is ours
-    assert ours.__wrapped__ is original
-    assert not calls

@@ -334,13 +334,16 @@ def test_max_length_in_the_middle_of_a_walk(walk, room):
 @pytest.mark.parametrize("walk", [greedy_walk, replay])
 @pytest.mark.parametrize(("eos", "length"), [([3], 3), ([4, 3], 3), ([4], 5), ([2, 4, 3], 1), ([9, 8], 7), ([2], 1)])
 def test_several_ends_of_sequence(walk, eos, length):
-    """The first of any of them ends the walk and is itself emitted."""
+    """The first of any of them, in one criterion or several, ends the walk and is itself emitted."""
     tree = chain_of(torch.tensor([[1, 2, 1, 3, 1, 4, 1]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 1, 3, 1, 4, 1, 2]]), 10).float()
-    text = Text.start(torch.tensor([[3, 1]]), LogitsProcessorList(), criteria_of(50, eos), config_of(eos), None)
-    assert walk(tree, logits, text) == [list(range(length))]
-    assert text.rows()[0].tolist() == [3, 1, *[2, 1, 3, 1, 4, 1, 2][:length]]
-    assert text.finished == [eos != [9, 8]]
+    several = criteria_of(50, eos[:1], *(EosTokenCriteria(eos_token_id=token) for token in eos[1:]))
+    for criteria in (criteria_of(50, eos), several):
+        text = Text.start(torch.tensor([[3, 1]]), LogitsProcessorList(), criteria, config_of(eos), None)
+        assert text.is_plain_greedy
+        assert walk(tree, logits, text) == [list(range(length))]
+        assert text.rows()[0].tolist() == [3, 1, *[2, 1, 3, 1, 4, 1, 2][:length]]
+        assert text.finished == [eos != [9, 8]]
 
 
 # ---------------------------------------------------------------------- sampling
@@ -399,7 +402,7 @@ def test_lockstep_and_free_rows_give_the_same_text(keeper):
 
         def parts():
             more = {"criterion": [OnceInTheBatch(vocabulary - 1, 4)], "own class": [EndsByLength(max_length)]}
-            processors = LogitsProcessorList([Counting()] if keeper == "processor" else [])
+            processors = LogitsProcessorList([Counting()] if keeper in ("processor", "records") else [])
             criteria = criteria_of(max_length, eos, *more.get(keeper, []))
             return processors, criteria, Streamer() if keeper == "streamer" else None
 
@@ -427,6 +430,7 @@ def test_lockstep_and_free_rows_give_the_same_text(keeper):
             assert len(text.scores) == len(text.logits) == truth.shape[1] - table.prompt.shape[1]
             assert all(torch.equal(a, b) for a, b in zip(text.scores, scores))
             assert all(torch.equal(a, b) for a, b in zip(text.logits, logits))
+            assert not torch.equal(text.scores[0], text.logits[0])
         else:
             assert text.scores is text.logits is None
 
@@ -658,7 +662,7 @@ def test_nan_elsewhere_is_nobodys_business(walk):
     tree = chain_of(torch.tensor([[1, 2, 3, 1], [1, 3, 3, 1], [1, 2, 3, 1]]))
     tree.valid[0, 3] = False
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1, 2]] * 3), 4).float()
-    logits[0, 3:] = math.nan
+    logits[0, 2:] = math.nan
     logits[1, 1:] = math.nan
     logits[2] = math.nan
     text = Text.start(torch.ones(3, 1).long(), LogitsProcessorList(), criteria_of(9, [3]), config_of([3]), None)

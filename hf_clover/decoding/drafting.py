@@ -10,8 +10,10 @@ Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V v
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
@@ -20,6 +22,10 @@ from .cache import TreeCache
 from .tree import Tree, grow_chain, grow_global, grow_levels, root_only
 
 logger = logging.get_logger(__name__)
+
+
+# What a conversation's drafter knows of it, kept as long as the user keeps the conversation's cache.
+_remembered: WeakKeyDictionary[Cache, tuple["CloverCandidateGenerator", int]] = WeakKeyDictionary()
 
 
 class CloverCandidateGenerator(CandidateGenerator):
@@ -34,6 +40,17 @@ class CloverCandidateGenerator(CandidateGenerator):
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
         self.forwards = 0  # of the target, in transformers' own assisted loop
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
+
+    @classmethod
+    def for_conversation(
+        cls, heads: CloverHeads, cache: Cache | None, columns: int, prompt_mask: torch.Tensor | None
+    ) -> "CloverCandidateGenerator":
+        """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only."""
+        kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
+        return kept if kept is not None and kept.heads is heads and known == columns else cls(heads, prompt_mask)
+
+    def remember(self, cache: Cache, columns: int) -> None:
+        _remembered[cache] = (self, columns)
 
     # ------------------------------------------------------------------ keeping up
 

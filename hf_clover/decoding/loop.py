@@ -77,18 +77,19 @@ def speculate(
     nodes = resolve_budget(num_assistant_tokens, input_ids.shape[0], room)
     stats = Speculation()
     run = TargetRun(target, generation_config, model_kwargs)
-    if their_cache is not None:
-        run.adopt(their_cache)
+    known = run.adopt(their_cache)  # columns of an earlier turn
+    keeps_cache = generation_config.return_dict_in_generate or _is_the_users(their_cache)
     walk = greedy_walk if text.is_plain_greedy else replay
 
     with run.open():
         with _clock(stats, "verify_seconds"):
             logits = run.prefill(input_ids, limit=text.max_length)  # [B, 1, V]
-        drafter = _start_drafter(heads, run)
+        mask = None if run.prompt_mask is None else run.prompt_mask[:, -run.hidden.shape[1] :]
+        drafter = CloverCandidateGenerator.for_conversation(heads, their_cache, known, mask)
         with _clock(stats, "walk_seconds"):
             walk(root_only(torch.zeros_like(logits[:, 0, 0], dtype=torch.long)), logits, text)
         stats.target_forwards, stats.row_forwards = 1, len(text.finished)
-        if not text.done:
+        if not text.done or keeps_cache:
             with _clock(stats, "draft_seconds"):
                 _take_in_prompt(drafter, run, text)
 
@@ -110,7 +111,7 @@ def speculate(
             stats.row_forwards += sum(unfinished)
             stats.accepted_tokens += text.emitted - before - sum(unfinished)
             stats.tree_sizes.append(tree.size - 1)
-            if not text.done:
+            if not text.done or keeps_cache:
                 with _clock(stats, "draft_seconds"):
                     _take_in_walk(drafter, run, text, paths, start)
 
@@ -118,8 +119,9 @@ def speculate(
         sequences = text.sequences()
         if streamer is not None:
             streamer.end()
-        wanted = generation_config.return_dict_in_generate or _is_the_users(their_cache)
-        cache = _finished_cache(run, text, sequences, their_cache) if wanted else None
+        cache = _finished_cache(run, text, sequences, their_cache) if keeps_cache else None
+        if cache is not None:
+            drafter.remember(cache, int(cache.get_seq_length()))
     if not generation_config.return_dict_in_generate:
         return sequences
     return CloverGenerateOutput(
@@ -128,11 +130,6 @@ def speculate(
 
 
 # ---------------------------------------------------------------------- the heads' side
-
-
-def _start_drafter(heads: CloverHeads, run: TargetRun) -> CloverCandidateGenerator:
-    mask, width = run.prompt_mask, run.hidden.shape[1]
-    return CloverCandidateGenerator(heads, None if mask is None else mask[:, -width:])
 
 
 def _take_in_prompt(drafter: CloverCandidateGenerator, run: TargetRun, text: Text) -> None:

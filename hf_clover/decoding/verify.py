@@ -169,16 +169,18 @@ class TargetRun:
 
     # ------------------------------------------------------------------ other caches
 
-    def adopt(self, other: Any) -> None:
-        """Continue from a user's cache."""
-        length = int(other.get_seq_length())
-        states = [
-            (layer.keys, layer.values) if getattr(layer, "keys", None) is not None else None for layer in other.layers
-        ]
-        states += [None] * (self.num_layers - len(states))
-        states = [None if s is None else tuple(t[:, :, : min(t.shape[2], length)] for t in s) for s in states]
+    def adopt(self, other: Any | None) -> int:
+        """Continue from a user's cache; returns the columns it holds."""
+        length = 0 if other is None else int(other.get_seq_length())
         if length:
-            self.cache.load(states, length)
+            states = [
+                (layer.keys[:, :, :length], layer.values[:, :, :length])
+                if getattr(layer, "keys", None) is not None
+                else None
+                for layer in other.layers
+            ]
+            self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
+        return length
 
     def hand_back(self, other: Any | None, length: int) -> Any:
         """The first `length` columns as a cache that plain generate can continue: the user's own, or a new one."""
