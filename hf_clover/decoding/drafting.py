@@ -155,3 +155,6 @@ class CloverCandidateGenerator(CandidateGenerator):
             ends = torch.isin(chain[0], self._eos.to(chain.device)).nonzero()
             chain = chain[:, : int(ends[0])] if len(ends) else chain
         return torch.cat((input_ids, chain.to(input_ids.device)), dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to learn from it (older versions of transformers ask for the method)."""

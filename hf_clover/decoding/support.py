@@ -190,8 +190,6 @@ def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
     config = target.config.get_text_config(decoder=True)
     if len(text.finished) > 1 or not text.is_pure or target._is_stateful or type(cache) is not DynamicCache:
         return False
-    if not all(getattr(layer, "is_croppable", type(layer) is DynamicLayer) for layer in _cache_layers(config)):
-        return False
     known = _measured.setdefault(target, {})
     key = ("chain", config._attn_implementation, target.dtype, target.device)
     if key not in known:
@@ -208,6 +206,9 @@ def _measure_chain(target: PreTrainedModel) -> str | None:
         with capture_before_final_norm(target, captured):
             cache = DynamicCache(config=target.config.get_text_config(decoder=True))
             target(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+            # Known only now: a convolution state can be put back, a recurrent one cannot.
+            if not getattr(cache, "is_croppable", all(type(layer) is DynamicLayer for layer in cache.layers)):
+                return "its cache cannot be put back"
             cache.activate_past_recording()
             mask = torch.ones_like(ids)
             chunk = target(input_ids=ids[:, 4:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
