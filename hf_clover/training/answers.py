@@ -1,0 +1,271 @@
+"""Data from the target itself: prompts in, the target's own answers out.
+
+Contract: `regenerate` asks `answers` for every prompt of a dataset and leaves in a folder what `load_dataset(folder)`
+reads and the trainer takes: `prompt` and `completion`. Each answer is on disk as soon as it is there, so a run that
+was stopped goes on after its last finished sample, with any number of processes. A sample that fails is set aside in
+`errors.jsonl` with its reason and tried again by the next run. Where answers come from is not known to `regenerate`:
+`TargetAnswers` (generate, with heads or without) or `EndpointAnswers` (a server with OpenAI's interface).
+"""
+
+import hashlib
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+from trl import maybe_convert_to_chatml
+
+from ..hub import provenance, write_results
+
+logger = logging.get_logger(__name__)
+
+Prompt = str | list[dict[str, str]]  # a text, or messages
+DATA_FILE = "train.parquet"
+REQUEST_TIMEOUT = 3600  # seconds; a busy server keeps requests waiting
+
+
+class Answers(Protocol):
+    """Where answers come from. `settings` says what they depend on."""
+
+    settings: dict[str, Any]
+
+    def __call__(self, prompts: Sequence[Prompt]) -> Iterable[tuple[int, str | Exception]]:
+        """The place of each prompt and its answer, or why there is none, in any order."""
+
+
+class TargetAnswers:
+    """Answers by the target's own `generate`, in batches.
+
+    Args:
+        model: the target.
+        tokenizer: the target's.
+        assistant_model: heads to speculate with; the answers stay the target's.
+        batch_size: prompts in one call of `generate`.
+        generation_kwargs: for `generate`, such as `max_new_tokens` (1024 unless given), `do_sample`, `temperature`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        assistant_model: Any | None = None,
+        batch_size: int = 8,
+        **generation_kwargs: Any,
+    ) -> None:
+        self.model, self.tokenizer, self.heads = model.eval(), tokenizer, assistant_model
+        self.batch_size, self.generation_kwargs = batch_size, {"max_new_tokens": 1024, **generation_kwargs}
+        self.settings = {"model": model.config.name_or_path, **self.generation_kwargs}
+
+    def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str | Exception]]:
+        for start in range(0, len(prompts), self.batch_size):
+            places = range(start, min(start + self.batch_size, len(prompts)))
+            try:
+                yield from zip(places, self._answer([prompts[place] for place in places]), strict=True)
+            except Exception:  # one prompt of them: ask one by one
+                for place in places:
+                    try:
+                        yield place, self._answer([prompts[place]])[0]
+                    except Exception as error:
+                        yield place, error
+
+    @torch.no_grad()
+    def _answer(self, prompts: list[Prompt]) -> list[str]:
+        tokenizer, ids = self.tokenizer, [self._token_ids(prompt) for prompt in prompts]
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(self.model.device)
+        sequences = self.model.generate(
+            **batch, assistant_model=self.heads, pad_token_id=tokenizer.pad_token_id, **self.generation_kwargs
+        )
+        return tokenizer.batch_decode(sequences[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer(prompt)["input_ids"]
+        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+class EndpointAnswers:
+    """Answers by a server that speaks OpenAI's chat interface, such as vLLM, SGLang or TGI serving the target.
+
+    Args:
+        base_url: of the server, for example `"http://localhost:8000/v1"`.
+        model: the name under which the server knows the target.
+        api_key: where the server wants one.
+        concurrency: requests under way at once.
+        request_kwargs: for each request, such as `max_tokens` (1024 unless given) and `temperature`.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None = None,
+        concurrency: int = 64,
+        **request_kwargs: Any,
+    ) -> None:
+        self.url, self.concurrency = base_url.rstrip("/") + "/chat/completions", concurrency
+        self.headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+        self.settings = {"model": model, "max_tokens": 1024, **request_kwargs}
+
+    def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str | Exception]]:
+        pool = ThreadPoolExecutor(self.concurrency)
+        try:
+            places = {pool.submit(self._answer, prompt): place for place, prompt in enumerate(prompts)}
+            for future in as_completed(places):
+                yield places[future], future.exception() or future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _answer(self, prompt: Prompt) -> str:
+        # Not through `huggingface_hub.InferenceClient`, which refuses any address while HF_HUB_OFFLINE is set.
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        body = json.dumps({"messages": messages, **self.settings}).encode()
+        request = urllib.request.Request(self.url, body, self.headers)
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{error}: {error.read(500).decode(errors='replace')}") from error
+        return answer["choices"][0]["message"]["content"] or ""
+
+
+def regenerate(dataset: Dataset, answers: Answers, output_dir: str | os.PathLike) -> Dataset:
+    """Answer every prompt of `dataset` and return the answers, which are kept in `output_dir`.
+
+    Under `accelerate launch` each process answers its share.
+
+    Args:
+        dataset: with a column `prompt` (texts or messages), or `messages` or `conversations`, of which everything up
+            to the last message of the user is the prompt.
+        answers: where answers come from: a `TargetAnswers` or an `EndpointAnswers`.
+        output_dir: belongs to one dataset and one kind of answers; running again continues what is missing.
+    """
+    if not {"prompt", "messages", "conversations"} & set(dataset.column_names):
+        raise ValueError(
+            f"`dataset` has the columns {dataset.column_names} and no prompts: it needs `prompt`, `messages` or "
+            "`conversations`."
+        )
+    state, folder = PartialState(), Path(output_dir)
+    progress = folder / ".progress"
+    progress.mkdir(parents=True, exist_ok=True)
+    if state.is_main_process:
+        _claim(progress / "identity.json", dataset, answers.settings)
+    state.wait_for_everyone()
+    finished = {line["index"] for line in _read_lines(progress.glob("answers-*.jsonl"))}
+    own = [index for index in range(len(dataset)) if index not in finished][state.process_index :: state.num_processes]
+    state.wait_for_everyone()  # no process writes before all have read
+
+    with (
+        open(progress / f"answers-{state.process_index:05d}.jsonl", "a") as answered,
+        open(progress / f"errors-{state.process_index:05d}.jsonl", "a") as failed,
+        tqdm(total=len(own), desc="Answering", unit="sample", disable=not state.is_local_main_process) as bar,
+    ):
+        asked, prompts = [], []
+        for index in own:
+            try:
+                prompts.append(_prompt_of(dataset[index]))
+                asked.append(index)
+            except ValueError as error:
+                _write_line(failed, index=index, sample=dataset[index], error=str(error))
+                bar.update()
+        for place, answer in answers(prompts):
+            if isinstance(answer, Exception):
+                error = f"{type(answer).__name__}: {answer}"
+                _write_line(failed, index=asked[place], prompt=prompts[place], error=error)
+            else:
+                _write_line(answered, index=asked[place], prompt=prompts[place], completion=answer)
+            bar.update()
+    state.wait_for_everyone()
+    if state.is_main_process:
+        _collect(folder, progress, answers.settings)
+    state.wait_for_everyone()
+    return Dataset.from_parquet(str(folder / DATA_FILE))
+
+
+def _prompt_of(sample: dict[str, Any]) -> Prompt:
+    sample = maybe_convert_to_chatml(sample)
+    prompt = sample.get("prompt") or sample.get("messages")
+    if not prompt:
+        raise ValueError("the sample has an empty prompt")
+    if isinstance(prompt, str):
+        return prompt
+    last = max((place for place, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
+        raise ValueError("the sample has no message of the user")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt[: last + 1]]
+
+
+def _collect(folder: Path, progress: Path, settings: dict[str, Any]) -> None:
+    """The answers in the order of their prompts as one file, the errors that no later run has mended as another."""
+    answers = {line["index"]: line for line in _read_lines(progress.glob("answers-*.jsonl"))}
+    errors = {line["index"]: line for line in _read_lines(progress.glob("errors-*.jsonl"))}
+    errors = [errors[index] for index in sorted(errors.keys() - answers.keys())]
+    (folder / "errors.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors))
+    if errors:
+        logger.warning(
+            f"{len(errors)} of {len(errors) + len(answers)} samples failed, the first with {errors[0]['error']!r}. "
+            f"They are in {str(folder / 'errors.jsonl')!r}, and running again tries them again."
+        )
+    if not answers:
+        reason = errors[0]["error"] if errors else "the dataset is empty"
+        raise RuntimeError(f"No sample was answered: {reason}.")
+    rows = []
+    for index in sorted(answers):
+        prompt, completion = answers[index]["prompt"], answers[index]["completion"]
+        is_text = isinstance(prompt, str)
+        message = [{"role": "assistant", "content": completion}]
+        rows.append({"prompt": prompt, "completion": completion if is_text else message})
+    Dataset.from_list(rows).to_parquet(str(folder / DATA_FILE))
+    counts = {"samples": len(answers), "failed": len(errors)}
+    made = {"model": settings["model"], **counts, "settings": settings, **provenance()}
+    write_results(folder, regeneration=made)
+
+
+def _claim(note: Path, dataset: Dataset, settings: dict[str, Any]) -> None:
+    prompts = json.dumps(list(islice(dataset, 100)), sort_keys=True, default=str)
+    identity = {
+        "samples": len(dataset),
+        "first_samples_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+        "settings": json.loads(json.dumps(settings, default=str)),
+    }
+    if note.exists():
+        written = json.loads(note.read_text())
+        differing = [name for name, value in identity.items() if written.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"`output_dir` {str(note.parent.parent)!r} holds answers to another dataset or with other settings: "
+                f"{', '.join(differing)} differ. Choose another `output_dir`, or delete that folder."
+            )
+    note.write_text(json.dumps(identity, indent=2) + "\n")
+
+
+def _write_line(file: Any, **line: Any) -> None:
+    # The break first, so that what a killed run left half-written stays alone.
+    file.write("\n" + json.dumps(line, default=str))
+    file.flush()
+
+
+def _read_lines(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    for file in sorted(files):
+        for line in file.read_text().splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:  # empty, or cut off when a run was killed
+                continue
+
+
+__all__ = ["EndpointAnswers", "TargetAnswers", "regenerate"]

@@ -1,0 +1,265 @@
+"""What runs beside training: the measurement by real generation, and the clean stop on Ctrl-C.
+
+Contract: `AcceptanceCallback` knows `generate(assistant_model=heads)` and what it reports, `StopOnInterrupt` knows
+signals; both act through transformers' callback events and neither knows losses or data.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import reduce
+from tqdm.auto import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from ..target_parts import unwrap
+from .data import prompts_of
+
+if TYPE_CHECKING:
+    from .trainer import CloverTrainer
+
+logger = logging.get_logger(__name__)
+
+OPEN, CLOSE = "⟦", "⟧"  # around drafted tokens that the target accepted
+
+
+class AcceptanceCallback(TrainerCallback):
+    """
+    A [`~transformers.TrainerCallback`] that measures what heads are for: it generates from a few prompts, with the
+    heads and without, and logs `eval_tokens_per_forward`, `eval_speedup` and `eval_efficiency` (the second over the
+    first). It shows one of the samples, the accepted tokens in ⟦brackets⟧.
+
+    The three numbers are also among the evaluation's metrics, so that transformers keeps the best checkpoint by them:
+    `metric_for_best_model="tokens_per_forward"` with `load_best_model_at_end=True`.
+
+    Usage:
+    ```python
+    >>> trainer = CloverTrainer(...)
+    >>> trainer.add_callback(AcceptanceCallback(trainer))
+    ```
+
+    Args:
+        trainer ([`CloverTrainer`]):
+            Trainer to which the callback will be attached.
+        prompts (list of texts, of lists of messages, or of lists of token ids, *optional*):
+            What to continue. If not provided, prompts are taken from the trainer's evaluation dataset: what stands
+            before the first token to learn, or the first quarter of a sample where everything is to be learned.
+        num_prompts (`int`, *optional*, defaults to `8`):
+            The number of prompts to generate from.
+        max_new_tokens (`int`, *optional*, defaults to `64`):
+            The number of tokens to generate from each.
+        freq (`int`, *optional*):
+            The number of steps between measurements. If not provided, the callback measures at each evaluation.
+    """
+
+    def __init__(
+        self,
+        trainer: "CloverTrainer",
+        prompts: Sequence[str] | Sequence[list[dict[str, str]]] | Sequence[list[int]] | None = None,
+        num_prompts: int = 8,
+        max_new_tokens: int = 64,
+        freq: int | None = None,
+    ) -> None:
+        if trainer.teacher.is_sharded:
+            raise ValueError(
+                "AcceptanceCallback cannot generate with a target that FSDP has sharded: leave the callback out and "
+                "measure the saved heads afterwards."
+            )
+        self.trainer, self.max_new_tokens, self.freq = trainer, max_new_tokens, freq
+        if prompts is None:
+            dataset = trainer.eval_dataset
+            dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+            if dataset is None:
+                raise ValueError("AcceptanceCallback has nothing to continue: pass `prompts`, or an `eval_dataset`.")
+            self.prompts = prompts_of(dataset, num_prompts)
+        else:
+            self.prompts = [self._token_ids(prompt) for prompt in prompts[:num_prompts]]
+        self._measured_at, self._measured = -1, dict[str, float]()
+
+    def _token_ids(self, prompt: Any) -> list[int]:
+        tokenizer = self.trainer.processing_class
+        if isinstance(prompt, str):
+            return tokenizer(prompt)["input_ids"]
+        if isinstance(prompt[0], dict):
+            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        return list(prompt)
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.freq is None:
+            measured = self._measure_once(state.global_step)
+            if metrics is not None:
+                metrics.update(measured)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.freq is not None and state.global_step % self.freq == 0:
+            self._measure_once(state.global_step)
+
+    def _measure_once(self, step: int) -> dict[str, float]:
+        """An evaluation of several datasets comes here once for each."""
+        if step != self._measured_at:
+            measured, sample = self.measure()
+            self._measured_at, self._measured = step, {f"eval_{name}": value for name, value in measured.items()}
+            trainer, control = self.trainer, self.trainer.control
+            was_training, should_log = trainer.model.training, control.should_log
+            trainer.model.eval()  # so that the log line is one of evaluation
+            trainer.log(dict(self._measured))
+            trainer.model.train(was_training)
+            control.should_log = should_log  # the training's own line is still to come
+            if trainer.accelerator.is_main_process:
+                tokens = f"{measured['tokens_per_forward']:.2f} tokens per forward"
+                tqdm.write(f"Step {step}, {tokens}. A sample:\n{sample}")
+        return self._measured
+
+    @torch.no_grad()
+    def measure(self) -> tuple[dict[str, float], str]:
+        """The three numbers, and one sample with its accepted tokens marked. Every process does all prompts."""
+        trainer, heads = self.trainer, self.trainer.heads
+        was_training = trainer.model.training
+        trainer.model.eval()
+        total, samples = _Generation(), []
+        try:
+            self._generate(self.prompts[0], None, max_new_tokens=8)  # what the device does only once is not timed
+            self._generate(self.prompts[0], heads, max_new_tokens=8)
+            for prompt in self.prompts:
+                plain = self._generate(prompt, None, self.max_new_tokens)
+                drafted = self._generate(prompt, heads, self.max_new_tokens)
+                total.add(plain, drafted)
+                samples.append((prompt, drafted["steps"]))
+        finally:
+            trainer.model.train(was_training)
+        return total.metrics(), self._marked(*samples[0])
+
+    def _generate(self, prompt: list[int], heads: Any, max_new_tokens: int) -> dict[str, Any]:
+        target = unwrap(self.trainer.teacher.model).eval()
+        input_ids = torch.tensor([prompt], device=self.trainer.accelerator.device)
+        record = _StepRecord()
+        hook = target.register_forward_pre_hook(record.new_step)
+        start = time.perf_counter()
+        try:
+            out = target.generate(
+                input_ids=input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                assistant_model=heads,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                pad_token_id=self.trainer.processing_class.pad_token_id,
+                streamer=record,
+                return_dict_in_generate=True,
+            )
+            new_tokens = len(out.sequences[0].tolist()) - len(prompt)  # waits for the device
+        finally:
+            hook.remove()
+        seconds = time.perf_counter() - start
+        return {"out": out, "seconds": seconds, "new_tokens": new_tokens, "steps": record.steps}
+
+    def _marked(self, prompt: list[int], steps: list[list[int]]) -> str:
+        """Of the tokens of one step all but the last were drafted: the last is the target's own."""
+        decode, ids = self.trainer.processing_class.decode, list(prompt)
+        text = decode(ids)
+        for step in steps:
+            for part, (before, after) in ((step[:-1], (OPEN, CLOSE)), (step[-1:], ("", ""))):
+                if part:
+                    known = decode(ids)
+                    ids += part
+                    text += before + decode(ids)[len(known) :] + after
+        return text
+
+
+@dataclass
+class _Generation:
+    """Sums over the prompts. Tokens per second are compared, since the two runs of a prompt may differ by a token."""
+
+    plain_seconds: float = 0.0
+    plain_tokens: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    forwards: int = 0
+
+    def add(self, plain: dict[str, Any], drafted: dict[str, Any]) -> None:
+        self.plain_seconds += plain["seconds"]
+        self.plain_tokens += plain["new_tokens"]
+        self.seconds += drafted["seconds"]
+        self.tokens += drafted["new_tokens"]
+        self.forwards += drafted["out"].speculation.target_forwards
+
+    def metrics(self) -> dict[str, float]:
+        tokens_per_forward = self.tokens / max(self.forwards, 1)
+        speedup = (self.tokens / self.seconds) / max(self.plain_tokens / self.plain_seconds, 1e-9)
+        return {
+            "tokens_per_forward": tokens_per_forward,
+            "speedup": speedup,
+            "efficiency": speedup / max(tokens_per_forward, 1e-9),
+        }
+
+
+@dataclass
+class _StepRecord:
+    """A streamer that also hears of the target's forwards: the tokens that came out of each."""
+
+    steps: list[list[int]] = field(default_factory=list)
+    _has_seen_prompt: bool = False
+
+    def new_step(self, *_: Any) -> None:
+        self.steps.append([])
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_seen_prompt:
+            self.steps = self.steps or [[]]
+            self.steps[-1] += value.flatten().tolist()
+        self._has_seen_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+class StopOnInterrupt(TrainerCallback):
+    """Ctrl-C lets the current step end, writes a checkpoint and returns from `train`; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.is_requested = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        self.is_requested = False
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            yield
+            return
+        previous = signal.signal(signal.SIGINT, self._on_signal)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _on_signal(self, *_: Any) -> None:
+        if self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        is_requested = self.is_requested
+        if args.world_size > 1:  # the signal reaches the processes at different steps
+            is_requested = bool(reduce(torch.tensor(int(is_requested), device=args.device), reduction="sum"))
+        if is_requested:
+            logger.warning(f"Interrupted: training ends after step {state.global_step}, with a checkpoint.")
+            control.should_save = control.should_training_stop = True
+
+
+__all__ = ["AcceptanceCallback", "StopOnInterrupt"]

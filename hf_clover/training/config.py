@@ -1,0 +1,175 @@
+"""The training arguments.
+
+Contract: `CloverTrainingConfig` is trl's `SFTConfig` with defaults that suit heads and the few fields that only heads
+have. What SFT offers and heads cannot use is refused here, by name and with the way out, before anything is loaded.
+This module does not know models or data.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .losses import TOKEN_LOSSES
+
+try:
+    from trl import SFTConfig
+except ModuleNotFoundError as error:
+    raise ImportError("Training needs trl and what it brings: `pip install 'hf-clover[train]'`.") from error
+
+
+@dataclass
+class CloverTrainingConfig(SFTConfig):
+    r"""
+    Configuration class for the [`CloverTrainer`].
+
+    Only the parameters that are specific to Clover heads are listed. For the others see [`~trl.SFTConfig`] and
+    [`~transformers.TrainingArguments`].
+
+    Parameters:
+        > Parameters that control the heads and their target
+
+        model_init_kwargs (`dict[str, Any]`, *optional*):
+            Where the trainer makes the heads itself: the arguments of [`CloverHeads.from_target`], that is `variant`
+            and any field of [`CloverConfig`]. Where it loads them from a path: those of `from_pretrained`.
+        teacher_model_name_or_path (`str`, *optional*):
+            The target to make heads for, used by the training script. In Python pass `teacher_model` to the trainer.
+        teacher_model_init_kwargs (`dict[str, Any]`, *optional*):
+            Keyword arguments for [`~transformers.AutoModelForCausalLM.from_pretrained`] when the target is given by
+            its name. The target is loaded in its own dtype unless `dtype` says otherwise.
+        draft_vocab_size (`int`, *optional*):
+            The heads score only so many ids, the most frequent ones of the training set, which makes drafting cheaper
+            where the vocabulary is large. The ids are stored with the heads.
+
+        > Parameters that control the loss
+
+        loss_type (`str`, *optional*, defaults to `"clover-2"`):
+            Of each head: `"clover-2"`: SmoothL1 to the target's state plus soft cross-entropy, as in the paper (the
+            first term has weight 0 in heads of the variants `"clover"` and `"medusa"`). `"clover"`: soft
+            cross-entropy. `"kl"`: the same with the target's entropy taken off, so that 0 is perfect. `"acceptance"`:
+            the negative log of the probability that a token sampled from the head is accepted.
+        loss_decay (`float`, *optional*):
+            Head i counts `loss_decay ** i`. Defaults to that of the heads' config (0.7).
+        hidden_loss_weight, token_loss_weight (`float`, *optional*):
+            Weights of the two terms. Default to those of the heads' config; outside `"clover-2"` there is no hidden
+            term unless it is given a weight here.
+        label_mask (`bool`, *optional*, defaults to `False`):
+            The paper's label mask: a head's prediction counts only while every token it was fed was inside the
+            target's top-64 and top-p 0.8. Means are still over all labelled positions, so that a batch gives the same
+            gradient in one piece and in several.
+
+        > Parameters that control the target's pass
+
+        precompute_targets (`bool`, *optional*, defaults to `False`):
+            Run the target once over the training set, keep its hidden states on disk in bfloat16, and train from
+            there: for several epochs, or several runs over the same data.
+        precompute_dir (`str`, *optional*):
+            Where they are kept. Defaults to `target_states` inside `output_dir`. An interrupted pass is continued, a
+            finished one used again.
+
+    > [!NOTE]
+    > These parameters have default values different from [`~trl.SFTConfig`]:
+    > - `learning_rate`: Defaults to `1e-3` instead of `2e-5`.
+    > - `adam_beta2`: Defaults to `0.95` instead of `0.999`.
+    > - `max_grad_norm`: Defaults to `0.5` instead of `1.0`.
+    > - `warmup_steps`: Defaults to `0.02` (of all steps) instead of `0`.
+    > - `max_length`: Defaults to `2048` instead of `1024`.
+    > - `gradient_checkpointing`: Is off instead of on.
+    """
+
+    _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+
+    # Parameters whose default values are overridden from SFTConfig
+    learning_rate: float = field(default=1e-3, metadata={"help": "The initial learning rate for AdamW."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 for the AdamW optimizer."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Maximum norm of the gradient."})
+    warmup_steps: float = field(
+        default=0.02, metadata={"help": "Steps of linear warm-up; a number below 1 is a share of all steps."}
+    )
+    max_length: int | None = field(default=2048, metadata={"help": "Longer sequences are truncated to this length."})
+    gradient_checkpointing: bool | None = field(default=None, metadata={"help": "Not available for heads."})
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "`variant` and fields of `CloverConfig` for new heads, or keyword arguments of `from_pretrained` "
+            "where the heads are loaded from a path."
+        },
+    )
+
+    # Parameters that control the target
+    teacher_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "The target to make heads for (a Hub id or a folder)."}
+    )
+    teacher_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Keyword arguments for `AutoModelForCausalLM.from_pretrained` when loading the target."},
+    )
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "Let the heads score only so many of the training set's most frequent ids."}
+    )
+
+    # Parameters that control the loss
+    loss_type: str = field(default="clover-2", metadata={"help": "The loss.", "choices": list(TOKEN_LOSSES)})
+    loss_decay: float | None = field(
+        default=None, metadata={"help": "Head i counts `loss_decay ** i`. Default: the heads' config (0.7)."}
+    )
+    hidden_loss_weight: float | None = field(
+        default=None, metadata={"help": "Weight of the SmoothL1 term. Default: the heads' config."}
+    )
+    token_loss_weight: float | None = field(
+        default=None, metadata={"help": "Weight of the token term. Default: the heads' config."}
+    )
+    label_mask: bool = field(
+        default=False,
+        metadata={"help": "Count a prediction only while every token fed to the head was likely for the target."},
+    )
+
+    # Parameters that control the target's pass
+    precompute_targets: bool = field(
+        default=False, metadata={"help": "Keep the target's hidden states on disk and train from there."}
+    )
+    precompute_dir: str | None = field(
+        default=None, metadata={"help": "Where they are kept. Default: `target_states` in the output directory."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("loss_type", self.loss_type in TOKEN_LOSSES, f"must be one of {list(TOKEN_LOSSES)}")
+        self._require(
+            "loss_decay", self.loss_decay is None or 0 <= self.loss_decay <= 1, "must be a number from 0 to 1"
+        )
+        for name in ("hidden_loss_weight", "token_loss_weight"):
+            self._require(name, (getattr(self, name) or 0) >= 0, "must not be negative")
+        self._require(
+            "draft_vocab_size", self.draft_vocab_size is None or self.draft_vocab_size > 0, "must be positive"
+        )
+        self._refuse_what_heads_cannot_use()
+
+    def _require(self, name: str, condition: bool, reason: str) -> None:
+        if not condition:
+            raise ValueError(f"CloverTrainingConfig: `{name}={getattr(self, name)!r}` {reason}.")
+
+    def _refuse_what_heads_cannot_use(self) -> None:
+        refused = {
+            "gradient_checkpointing": "saves nothing, since heads are a few layers at most: leave it off",
+            "label_smoothing_factor": "does not apply: the labels are the target's distribution already",
+            "neftune_noise_alpha": "does not apply: heads have no input embedding of their own",
+            "use_liger_kernel": "does not apply: the loss works in chunks already",
+            "router_aux_loss_coef": "does not apply: the target is frozen, so its router learns nothing",
+        }
+        for name, reason in refused.items():
+            self._require(name, not getattr(self, name), reason)
+        self._require(
+            "packing_strategy",
+            not self.packing or self.packing_strategy != "wrapped",
+            "lets documents see each other: use 'bfd' or 'bfd_split'",
+        )
+        template = self.chat_template_path
+        self._require(
+            "chat_template_path",
+            template is None or template.endswith((".jinja", ".j2")),
+            "must be a .jinja file: another model's tokens cannot be added to a frozen target",
+        )
+        zero_stage = self.deepspeed_plugin.zero_stage if self.deepspeed_plugin is not None else 0
+        self._require("deepspeed", zero_stage != 3, "shards the target's lm_head: use ZeRO stage 2, or FSDP version 2")
+
+
+__all__ = ["CloverTrainingConfig"]

@@ -1,0 +1,310 @@
+"""What the heads are trained on: masks, losses and hits, as functions of tensors.
+
+Contract: `head_losses` charges each head for every position of a batch and never holds more than a chunk of
+`[positions, vocabulary]` in memory, whatever the vocabulary: the target's distribution of a chunk is made once for all
+heads, and a chunk's gradient is taken while its logits are there, because the lm_head behind them is frozen.
+`eager_head_losses` says the same in a few plain lines; the tests compare the two in value and gradient.
+
+Alignment, everywhere: the batch has tokens x[0..T]; the heads see positions t = 0..T-1 (the target's state at t and
+the token x[t+1]). Head i at t predicts x[t+2+i], so it is compared with what the target says at position t+1+i.
+
+This module does not know models, trainers, datasets or devices: scoring functions are passed in.
+
+Shapes: B batch, T positions, d hidden size, K heads, V vocabulary, D draft vocabulary (V where there is none).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+TOP_K = 5  # hits are counted from top-1 to top-5
+CHUNK_ELEMENTS = 1 << 25  # logits in one chunk: 128 MiB of float32, five times that at the peak
+MISSED = TOP_K  # the rank of a token that is not among the top-5
+
+Score = Callable[[torch.Tensor], torch.Tensor]
+
+
+# ------------------------------------------------------------------------------------------------ token losses
+# Each takes a head's log-probabilities [..., D] and the target's probabilities of the same ids [..., D], which sum to
+# less than 1 where a draft vocabulary leaves ids out. What is left out cannot be drafted, so it cannot be accepted
+# whatever the head says: a position counts as much as the target's mass inside the draft vocabulary.
+
+
+def soft_cross_entropy(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return -(p * log_q).sum(-1)
+
+
+def kl_divergence(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Soft cross-entropy less its own minimum: the same gradient, and zero when nothing is left to learn."""
+    return (torch.xlogy(p, p) - p * log_q).sum(-1) - torch.xlogy(p.sum(-1), p.sum(-1))
+
+
+def acceptance(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The negative log of the overlap, sum(min(p, q)): the probability that a token sampled from q is accepted.
+
+    The log makes the chances of a chain of tokens add up, and keeps the gradient alive where there is little overlap.
+    """
+    reachable = p.sum(-1)  # [...]
+    smallest = torch.finfo(p.dtype).tiny
+    overlap = torch.minimum(log_q.exp(), p).sum(-1)  # [...]
+    return -reachable * (overlap.clamp(min=smallest).log() - reachable.clamp(min=smallest).log())
+
+
+TOKEN_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "clover-2": soft_cross_entropy,
+    "clover": soft_cross_entropy,
+    "kl": kl_divergence,
+    "acceptance": acceptance,
+}
+
+
+# ------------------------------------------------------------------------------------------------ masks
+
+
+def prediction_mask(labels: torch.Tensor, position_ids: torch.Tensor | None, num_heads: int) -> torch.Tensor:
+    """labels [B, T+1] with -100 for what does not count -> [K, B, T]: which predictions of which head count.
+
+    With `position_ids` [B, T+1] that restart at every packed document, nothing is predicted across a boundary.
+    """
+    batch, length = labels.shape
+    mask = labels.new_zeros((num_heads, batch, max(length - 1, 0)), dtype=torch.bool)
+    for head in range(num_heads):
+        distance = head + 2
+        counted = labels[:, distance:] != -100  # [B, T + 1 - distance]
+        if position_ids is not None:
+            counted = counted & (position_ids[:, distance:] - position_ids[:, :-distance] == distance)
+        mask[head, :, : counted.shape[1]] = counted
+    return mask
+
+
+@torch.no_grad()
+def tokens_inside_nucleus(
+    target_states: torch.Tensor,
+    input_ids: torch.Tensor,
+    target_score: Score,
+    vocab_size: int,
+    top_k: int = 64,
+    top_p: float = 0.8,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> torch.Tensor:
+    """[B, T+1, d], [B, T+1] -> [B, T]: whether x[t+1] is among what the target keeps at t under top-k and top-p."""
+    tokens = input_ids[:, 1:]  # [B, T]
+    states = target_states[:, :-1].reshape(tokens.numel(), -1)  # [B * T, d]
+    inside = torch.empty(tokens.numel(), dtype=torch.bool, device=tokens.device)
+    for rows in _chunks(torch.arange(tokens.numel(), device=tokens.device), vocab_size, chunk_elements):
+        probabilities = target_score(states[rows]).float().softmax(-1)  # [C, V]
+        own = probabilities.gather(-1, tokens.reshape(-1, 1)[rows])  # [C, 1]
+        above = probabilities > own  # [C, V]
+        mass_above = torch.where(above, probabilities, 0).sum(-1)  # [C]
+        inside[rows] = (above.sum(-1) < top_k) & (mass_above < top_p)
+    return inside.view(tokens.shape)
+
+
+def fed_tokens_mask(inside: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The paper's label mask. inside [B, T] -> [K, B, T]: whether every token fed to head i at t was inside."""
+    mask = inside.new_zeros((num_heads, *inside.shape))
+    length, kept = inside.shape[1], inside
+    for head in range(num_heads):
+        mask[head, :, : kept.shape[1]] = kept
+        kept = kept[:, :-1] & inside[:, min(head + 1, length) :]  # [B, T - head - 1]
+    return mask
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """One position of one head costs `hidden_weight * SmoothL1 + token_weight * TOKEN_LOSSES[token_loss]`.
+
+    `draft_score` gives the heads' logits [..., D], `target_score` the target's [..., V]; `draft_ids` [D] are the ids
+    of the first among those of the second, None where D = V.
+    """
+
+    draft_score: Score
+    target_score: Score
+    vocab_size: int
+    token_loss: str = "clover-2"
+    hidden_weight: float = 10.0
+    token_weight: float = 1.0
+    draft_ids: torch.Tensor | None = None
+
+    def draftable(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self.draft_ids is None else scores[..., self.draft_ids]
+
+
+def head_losses(
+    head_outputs: torch.Tensor,
+    target_states: torch.Tensor,
+    mask: torch.Tensor,
+    terms: LossTerms,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each head's loss summed over its positions, and where its guesses stood.
+
+    Args:
+        head_outputs: [K, B, T, d], what each head feeds into lm_head.
+        target_states: [B, T+1, d], what the target feeds into it (its hidden states after the final norm).
+        mask: [K, B, T], from `prediction_mask`.
+        terms: what a position costs.
+        chunk_elements: logits in one chunk.
+
+    Returns:
+        sums [K], differentiable in `head_outputs`, and ranks [K, B, T]: the place of the target's own choice in the
+        head's order, 0 for a hit, `MISSED` from place 5 on (or outside the draft vocabulary).
+    """
+    return _HeadLosses.apply(head_outputs, target_states, mask, terms, chunk_elements)
+
+
+class _HeadLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head_outputs: torch.Tensor,
+        target_states: torch.Tensor,
+        mask: torch.Tensor,
+        terms: LossTerms,
+        chunk_elements: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_heads, batch, length, size = head_outputs.shape
+        outputs = head_outputs.detach().reshape(num_heads, batch * length, size)  # [K, B * T, d]
+        states = target_states.detach().reshape(batch * (length + 1), size)  # [B * (T + 1), d]
+        weights = head_outputs.new_zeros((num_heads, batch, length + 1), dtype=torch.bool)  # mask, by target position
+        for head in range(num_heads):
+            weights[head, :, head + 1 :] = mask[head, :, : max(length - head, 0)]
+        weights = weights.flatten(1)  # [K, B * (T + 1)]
+        needs_grad = ctx.needs_input_grad[0]
+        sums = torch.zeros(num_heads, dtype=torch.float32, device=outputs.device)
+        ranks = torch.zeros((num_heads, batch * length), dtype=torch.int32, device=outputs.device)
+        grads = torch.zeros_like(outputs) if needs_grad else None
+
+        for rows in _chunks(weights.any(0).nonzero().squeeze(-1), terms.vocab_size, chunk_elements):  # [C] each
+            own_states = states[rows]  # [C, d]
+            p, choice = _target_side(own_states, terms)  # [C, D], [C]
+            for head in range(num_heads):
+                counted = weights[head, rows]  # [C]
+                position = rows % (length + 1) - 1 - head  # t, negative where this head has no such position
+                source = rows // (length + 1) * length + position.clamp(min=0)  # [C]
+                with torch.set_grad_enabled(needs_grad):
+                    x = outputs[head, source].requires_grad_(needs_grad)  # [C, d]
+                    logits = terms.draft_score(x).float()  # [C, D]
+                    total = torch.where(counted, _row_losses(x, logits, own_states, p, terms), 0).sum()
+                if needs_grad:
+                    (grad,) = torch.autograd.grad(total, x)
+                    grads[head].index_add_(0, source, grad)
+                sums[head] += total.detach()
+                ranks[head].index_add_(0, source, torch.where(counted, _rank(logits.detach(), choice), 0))
+
+        ctx.save_for_backward(grads)
+        ctx.shape = head_outputs.shape
+        ranks = ranks.view(num_heads, batch, length)
+        ctx.mark_non_differentiable(ranks)
+        return sums, ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad_sums: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grads,) = ctx.saved_tensors
+        return (grads * grad_sums.to(grads.dtype)[:, None, None]).view(ctx.shape), None, None, None, None
+
+
+def _chunks(rows: torch.Tensor, vocab_size: int, chunk_elements: int) -> Iterator[torch.Tensor]:
+    yield from rows.split(max(chunk_elements // vocab_size, 1)) if rows.numel() else ()
+
+
+def _target_side(states: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
+    """[C, d] -> the target's probabilities of the draft ids [C, D], and its choice among them [C] (-1: not there)."""
+    logits = terms.target_score(states).float()  # [C, V]
+    best, _ = logits.max(-1)  # [C]
+    best_draftable, choice = terms.draftable(logits).max(-1)  # [C], [C]
+    p = terms.draftable(logits.softmax(-1))  # [C, D]
+    return p, torch.where(best_draftable == best, choice, -1)
+
+
+def _row_losses(
+    x: torch.Tensor, logits: torch.Tensor, states: torch.Tensor, p: torch.Tensor, terms: LossTerms
+) -> torch.Tensor:
+    loss = terms.token_weight * TOKEN_LOSSES[terms.token_loss](logits.log_softmax(-1), p)  # [C]
+    if terms.hidden_weight:
+        loss = loss + terms.hidden_weight * F.smooth_l1_loss(x.float(), states.float(), reduction="none").mean(-1)
+    return loss
+
+
+def _rank(logits: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """logits [C, D], choice [C] -> [C]: how many ids the head prefers to the target's choice, at most `MISSED`."""
+    own = logits.gather(-1, choice.clamp(min=0)[:, None])  # [C, 1]
+    better = (logits > own).sum(-1).clamp(max=MISSED)  # [C]
+    return torch.where(choice < 0, MISSED, better).to(torch.int32)
+
+
+def eager_head_losses(
+    head_outputs: torch.Tensor, target_states: torch.Tensor, mask: torch.Tensor, terms: LossTerms
+) -> torch.Tensor:
+    """`head_losses`' sums, with every logit in memory at once."""
+    length, sums = head_outputs.shape[2], []
+    target = terms.target_score(target_states).float().softmax(-1)  # [B, T + 1, V]
+    for head, outputs in enumerate(head_outputs):
+        x, n = outputs[:, : length - head], target_states[:, head + 1 :]  # [B, T - head, d] both
+        log_q = F.log_softmax(terms.draft_score(x).float(), dim=-1)  # [B, T - head, D]
+        p = terms.draftable(target[:, head + 1 :])  # [B, T - head, D]
+        reachable = p.sum(-1, keepdim=True)  # [B, T - head, 1]
+        if terms.token_loss == "kl":
+            loss = reachable[..., 0] * F.kl_div(log_q, p / reachable, reduction="none").sum(-1)
+        elif terms.token_loss == "acceptance":
+            loss = -reachable[..., 0] * (torch.minimum(log_q.exp(), p) / reachable).sum(-1).log()
+        else:
+            loss = -torch.einsum("btd,btd->bt", p, log_q)
+        hidden = F.smooth_l1_loss(x.float(), n.float(), reduction="none").mean(-1)  # [B, T - head]
+        loss = terms.token_weight * loss + terms.hidden_weight * hidden
+        sums.append(loss[mask[head, :, : length - head]].sum())
+    return torch.stack(sums)
+
+
+def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, decay: float) -> torch.Tensor:
+    """sums [K], counts [K] -> sum over heads of decay^i times the mean; a head without positions adds nothing."""
+    weights = decay ** torch.arange(sums.shape[0], device=sums.device, dtype=sums.dtype)  # [K]
+    return (weights * sums / counts.clamp(min=1)).sum()
+
+
+# ------------------------------------------------------------------------------------------------ hits
+
+
+@dataclass
+class HitCounts:
+    """How often the target's choice was in a head's top-k, by head and k; and the same where, at the same position
+    and k, all earlier heads were right too, which is what a draft needs."""
+
+    hits: torch.Tensor  # [K, TOP_K]
+    total: torch.Tensor  # [K]
+    hits_given_earlier: torch.Tensor  # [K, TOP_K]
+    total_given_earlier: torch.Tensor  # [K, TOP_K]
+
+
+def count_hits(ranks: torch.Tensor, mask: torch.Tensor) -> HitCounts:
+    """ranks, mask [K, B, T] -> counts."""
+    hit = (ranks[..., None] < torch.arange(1, TOP_K + 1, device=ranks.device)) & mask[..., None]  # [K, B, T, TOP_K]
+    all_right = hit.int().cumprod(0).bool()  # [K, B, T, TOP_K]
+    earlier_right = torch.cat((torch.ones_like(all_right[:1]), all_right[:-1])) & mask[..., None]
+    return HitCounts(
+        hits=hit.sum((1, 2)),
+        total=mask.sum((1, 2)),
+        hits_given_earlier=(hit & earlier_right).sum((1, 2)),
+        total_given_earlier=earlier_right.sum((1, 2)),
+    )
+
+
+__all__ = [
+    "TOKEN_LOSSES",
+    "TOP_K",
+    "HitCounts",
+    "LossTerms",
+    "count_hits",
+    "eager_head_losses",
+    "fed_tokens_mask",
+    "head_losses",
+    "prediction_mask",
+    "tokens_inside_nucleus",
+    "weighted_loss",
+]

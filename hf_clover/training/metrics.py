@@ -1,0 +1,65 @@
+"""What is logged about the heads between two log lines.
+
+Contract: `HeadMetrics` adds up counts on the device, without waiting for it, and turns them into numbers once per log
+line, summed over all processes. It does not know models or trainers.
+"""
+
+import torch
+from accelerate import Accelerator
+
+from .losses import TOP_K, HitCounts
+
+
+class HeadMetrics:
+    """Per head i: `head_i/loss`, `head_i/top1` to `top5` (how often the target's own choice was among the head's k
+    best) and `head_i/top1_given_earlier` to `top5_given_earlier` (the same where all earlier heads had it among
+    theirs). `acceptance_length/top1` is the number of tokens per forward of the target that these imply for a chain
+    of drafts, `top5` that for a tree with five children everywhere.
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = num_heads
+        self.reset()
+
+    def reset(self) -> None:
+        self._sums: torch.Tensor | None = None  # [K, columns]
+
+    def update(self, loss_sums: torch.Tensor, counts: torch.Tensor, hits: HitCounts, num_tokens: torch.Tensor) -> None:
+        """Add a batch: losses [K] summed over `counts` [K] positions, its hits, and the tokens it was made of."""
+        columns = (
+            loss_sums.detach()[:, None],
+            counts[:, None],
+            hits.hits,
+            hits.total[:, None],
+            hits.hits_given_earlier,
+            hits.total_given_earlier,
+            num_tokens.expand(self.num_heads, 1),
+        )
+        batch = torch.cat([column.to(loss_sums.device, torch.float32) for column in columns], dim=1)
+        self._sums = batch if self._sums is None else self._sums + batch
+
+    def compute(self, accelerator: Accelerator) -> tuple[dict[str, float], int]:
+        """The metrics since the last `reset`, and the tokens seen; nothing where there was no batch."""
+        if self._sums is None:
+            return {}, 0
+        sums = accelerator.reduce(self._sums, reduction="sum").cpu()
+        loss, counts, hits, total, hits_given, total_given, tokens = sums.split([1, 1, TOP_K, 1, TOP_K, TOP_K, 1], 1)
+        metrics: dict[str, float] = {}
+        accuracy = _ratio(hits, total)  # [K, TOP_K]
+        given = _ratio(hits_given, total_given)  # [K, TOP_K]
+        for head in range(self.num_heads):
+            metrics[f"head_{head}/loss"] = _ratio(loss, counts)[head].item()
+            for k in range(TOP_K):
+                metrics[f"head_{head}/top{k + 1}"] = accuracy[head, k].item()
+            for k in range(TOP_K):
+                metrics[f"head_{head}/top{k + 1}_given_earlier"] = given[head, k].item()
+        lengths = 1 + given.cumprod(0).sum(0)  # [TOP_K]
+        metrics |= {f"acceptance_length/top{k + 1}": lengths[k].item() for k in range(TOP_K)}
+        return metrics, int(tokens[0].item())
+
+
+def _ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    return numerator / denominator.clamp(min=1)
+
+
+__all__ = ["HeadMetrics"]

@@ -1,0 +1,101 @@
+"""The training program, behind `hf-clover train` and `examples/train.py`.
+
+Contract: arguments in, trained heads in `output_dir` out. All arguments are fields of trl's `ScriptArguments` and
+`ModelConfig` and of `CloverTrainingConfig`, on the command line or in a YAML file given with `--config`. This module
+knows how to read arguments and where things come from; what is done with them is the trainer's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import load_dataset
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from .callbacks import AcceptanceCallback
+from .config import CloverTrainingConfig
+from .trainer import CloverTrainer
+
+
+@dataclass
+class TargetModelConfig(ModelConfig):
+    """
+    trl's `ModelConfig`: `model_name_or_path` and `model_revision` are those of heads to go on with (none: new ones),
+    `use_peft` and `lora_*` of an adapter for them; `dtype`, `attn_implementation`, `load_in_4bit` and the like say how
+    the target is loaded.
+    """
+
+    dtype: str | None = field(
+        default="auto",
+        metadata={
+            "help": "The dtype to load the target in. It defaults to the target's own.",
+            "choices": ["auto", "bfloat16", "float16", "float32"],
+        },
+    )
+
+
+def make_parser(prog: str | None = None) -> TrlParser:
+    return TrlParser((ScriptArguments, CloverTrainingConfig, TargetModelConfig), prog=prog)
+
+
+def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTrainer:
+    script_args, training_args, model_args = make_parser(prog).parse_args_and_config(argv)
+    if training_args.teacher_model_name_or_path is None:
+        raise ValueError("`teacher_model_name_or_path` is required: the target to make heads for.")
+    if script_args.dataset_name is None:
+        raise ValueError("`dataset_name` is required: a dataset of the Hub, or a folder of files.")
+    training_args.teacher_model_init_kwargs = target_options(training_args, model_args)
+    if model_args.model_name_or_path is not None:
+        options = training_args.model_init_kwargs or {}
+        training_args.model_init_kwargs = {"revision": model_args.model_revision, **options}
+
+    dataset = load_dataset(
+        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
+    )
+    evaluates = training_args.eval_strategy != "no"
+    trainer = CloverTrainer(
+        model=model_args.model_name_or_path,
+        teacher_model=training_args.teacher_model_name_or_path,
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        peft_config=get_peft_config(model_args),
+    )
+    if evaluates and not trainer.teacher.is_sharded:
+        trainer.add_callback(AcceptanceCallback(trainer))
+
+    trainer.train(resume_from_checkpoint=_checkpoint(training_args.resume_from_checkpoint))
+    if trainer.was_interrupted:
+        trainer.accelerator.print("Interrupted. Go on with the same arguments and `--resume_from_checkpoint true`.")
+        return trainer
+    trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(dataset_name=script_args.dataset_name)
+    trainer.accelerator.print(f"Heads saved to {training_args.output_dir}.")
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Heads pushed to https://huggingface.co/{trainer.hub_model_id}.")
+    trainer.end()
+    return trainer
+
+
+def target_options(training_args: CloverTrainingConfig, model_args: ModelConfig) -> dict[str, Any]:
+    """What the target is loaded with; what `teacher_model_init_kwargs` says goes first."""
+    if model_args.load_in_4bit and model_args.dtype == "auto":
+        model_args.dtype = "bfloat16"  # 4-bit weights need a dtype to compute in
+    options = {
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+        "trust_remote_code": training_args.trust_remote_code,
+        "quantization_config": get_quantization_config(model_args),
+    }
+    given = training_args.teacher_model_init_kwargs or {}
+    return {name: value for name, value in {**options, **given}.items() if value is not None}
+
+
+def _checkpoint(value: str | bool | None) -> str | bool | None:
+    """From the command line, "true" is a text; it means the last checkpoint of `output_dir`."""
+    return value.lower() == "true" or value if isinstance(value, str) else value
+
+
+if __name__ == "__main__":
+    main()

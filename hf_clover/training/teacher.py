@@ -1,0 +1,184 @@
+"""The frozen target, as training uses it.
+
+Contract: a `Teacher` runs a target under `torch.no_grad()` and gives what heads learn from: hidden states before and
+after the final norm, and logits. It never changes a weight of the target. Beside one process it works replicated (one
+whole target per process) and, with FSDP version 2, sharded. This module does not know losses, datasets or trainers.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..modeling_clover import CloverHeads
+from ..target_parts import find_decoder, gather_rows, is_plain, unwrap
+
+logger = logging.get_logger(__name__)
+
+
+class Teacher:
+    """A target and the heads that borrow from it.
+
+    Args:
+        model: the target: a transformers model, quantised or wrapped by PEFT as it may be.
+        heads: the heads to train; they are bound to it, which fails where they were made for another target.
+    """
+
+    def __init__(self, model: nn.Module, heads: CloverHeads) -> None:
+        self.model, self.heads = model, heads
+        self.is_sharded = False
+        heads.bind(model)
+        _, _, self._final_norm = find_decoder(unwrap(model))
+        accepted = inspect.signature(unwrap(model).forward).parameters
+        self._last_logit_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    def place(self, accelerator: Accelerator) -> None:
+        """Bring the target to the device, in shards where FSDP is on."""
+        if accelerator.distributed_type == DistributedType.FSDP:
+            self.shard()
+        elif not hasattr(self.model, "hf_device_map"):  # which has placed it, as it does for quantised models
+            self.model.to(accelerator.device)
+        self.refresh_draft_vocabulary()
+
+    def shard(self) -> None:
+        """FSDP version 2, layer by layer, on the default process group; what the heads borrow stays whole."""
+        from torch.distributed.fsdp import fully_shard
+
+        _, layers, _ = find_decoder(unwrap(self.model))
+        for layer in layers or ():
+            fully_shard(layer)
+        fully_shard(self.model)
+        borrowed = self.heads.borrowed
+        borrowed.lm_head, borrowed.norm = _whole(borrowed.lm_head), _whole(borrowed.norm)
+        borrowed.embedding = getattr(borrowed.lm_head, "weight", borrowed.embedding)
+        self.is_sharded = True
+
+    def refresh_draft_vocabulary(self) -> None:
+        """Take lm_head's rows of the draft vocabulary anew, after either has changed its place or its content."""
+        if self.heads.config.draft_vocab_size is not None:
+            self.heads.borrowed.draft_rows = gather_rows(self.heads.borrowed.lm_head, self.heads.draft_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.heads.config.vocab_size
+
+    @torch.no_grad()
+    def hidden_states(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """A batch as the collator makes it -> [B, T, d], the hidden states before the final norm."""
+        captured: list[torch.Tensor] = []
+        if self._final_norm is not None:
+            hook = self._final_norm.register_forward_pre_hook(
+                lambda _, args, kwargs: captured.append(args[0] if args else next(iter(kwargs.values()))),
+                with_kwargs=True,
+            )
+        else:
+            decoder, _, _ = find_decoder(unwrap(self.model))
+            hook = decoder.register_forward_hook(lambda _, args, output: captured.append(output[0]))
+        inputs = {name: value for name, value in inputs.items() if name not in ("labels", "hidden_states")}
+        self.model.eval()
+        try:
+            self.model(**inputs, use_cache=False, **self._last_logit_only)
+        finally:
+            hook.remove()
+        return captured[-1].to(inputs["input_ids"].device)
+
+    @torch.no_grad()
+    def final_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., d] before the final norm -> [..., d] after it, which is what goes into lm_head."""
+        norm = self.heads.borrowed.norm
+        return norm(hidden_states.to(next(norm.parameters(), hidden_states).dtype))
+
+    @torch.no_grad()
+    def score(self, final_states: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> [..., V], the target's logits."""
+        borrowed = self.heads.borrowed
+        weight = getattr(borrowed.lm_head, "weight", None)
+        dtype = weight.dtype if is_plain(weight) else final_states.dtype
+        return borrowed.scale(borrowed.lm_head(final_states.to(dtype)))
+
+    @contextmanager
+    def lending(self) -> Iterator[None]:
+        """While the heads run, what they borrow takes no gradient, whoever else may train it."""
+        borrowed = self.heads.borrowed
+        parameters = [borrowed.embedding, *borrowed.lm_head.parameters(), *borrowed.norm.parameters()]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in trainable:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trainable:
+                parameter.requires_grad_(True)
+
+    def check_keeps_documents_apart(self, collator: Any, device: torch.device) -> None:
+        """Run two packed documents and the second alone: does the second see the first?"""
+        first, second = ([1 + i % (self.vocab_size - 1) for i in ids] for ids in (range(7), range(7, 15)))
+        examples = [{"input_ids": first, "labels": first}, {"input_ids": second, "labels": second}]
+        packed, alone = (
+            self.hidden_states(to_device(collator(batch), device))[0, -len(second) :].float()
+            for batch in (examples, examples[1:])
+        )
+        difference = ((packed - alone).norm() / alone.norm()).item()
+        if difference > 0.05:  # rounding alone gives 1e-6 in float32 and about 1e-2 in bfloat16
+            raise ValueError(
+                f"`packing=True` does not work with the target `{type(unwrap(self.model)).__name__}` and its "
+                f"attention: a packed document sees the one before it (its hidden states differ by {difference:.0%}). "
+                "Set `packing=False`, or load the target with another `attn_implementation`."
+            )
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, target: nn.Module) -> None:
+    """Raise where `tokenizer` is known not to be the target's."""
+    model = unwrap(target)
+    vocabulary, name = tokenizer.get_vocab(), getattr(model.config, "name_or_path", None)
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max(vocabulary, key=vocabulary.get)
+    if vocabulary[highest] >= rows:
+        raise ValueError(
+            f"`processing_class` is not the target's tokenizer: it gives {highest!r} the id {vocabulary[highest]}, "
+            f"and the target has {rows} token embeddings. Pass the tokenizer that belongs to {name or 'the target'}."
+        )
+    if not name or name == tokenizer.name_or_path:
+        return
+    try:
+        own = AutoTokenizer.from_pretrained(name).get_vocab()
+    except (OSError, ValueError):  # a target without a tokenizer beside it: nothing to compare with
+        return
+    shared = own.keys() & vocabulary.keys()
+    moved = next((token for token in sorted(shared) if own[token] != vocabulary[token]), None)
+    if moved is not None or len(shared) < 0.9 * len(own):
+        example = f"{moved!r} is {vocabulary[moved]} in it and {own[moved]} in the target's" if moved else ""
+        raise ValueError(
+            f"`processing_class` is not the target's tokenizer: {len(shared)} of the {len(own)} tokens of "
+            f"{name} are in it{'; ' if example else ''}{example}. Leave `processing_class` out to use the target's."
+        )
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+@torch.no_grad()
+def _whole(module: nn.Module) -> nn.Module:
+    """A copy of a sharded module with every parameter in one piece."""
+    whole = copy.deepcopy(module)
+    for part in whole.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if hasattr(parameter, "full_tensor"):
+                setattr(part, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
+    return whole
+
+
+def load_teacher(name: str, init_kwargs: dict[str, Any] | None) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **(init_kwargs or {})})
+
+
+__all__ = ["Teacher", "check_tokenizer", "load_teacher", "to_device"]

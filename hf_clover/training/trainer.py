@@ -1,0 +1,395 @@
+"""The trainer: trl's `SFTTrainer`, with heads as the model and their target as a frozen teacher.
+
+Contract: everything `SFTTrainer` does with data, devices, checkpoints and logs it does here too; this module replaces
+what the model is, what the loss is and what is measured. The teacher runs once per batch (or once for all, with
+`precompute_targets`) and is never changed. What the losses are, is in `losses`; how the target runs, in `teacher`;
+this module does not know generation.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from huggingface_hub import CommitInfo
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    DataCollator,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    set_seed,
+)
+from transformers.utils import logging
+from trl import SFTTrainer
+
+from ..hub import push_folder, write_card, write_results
+from ..modeling_clover import CloverHeads
+from ..target_parts import unwrap
+from .arguments import (
+    as_sft,
+    check_optimizer,
+    check_parallelism,
+    for_heads,
+    make_heads,
+    name_of,
+    refuse_arguments,
+)
+from .callbacks import StopOnInterrupt
+from .config import CloverTrainingConfig
+from .data import (
+    check_columns,
+    check_lengths,
+    count_tokens,
+    drop_short_samples,
+    most_frequent,
+    set_draft_vocabulary,
+    share_covered,
+)
+from .losses import (
+    LossTerms,
+    count_hits,
+    fed_tokens_mask,
+    head_losses,
+    prediction_mask,
+    tokens_inside_nucleus,
+    weighted_loss,
+)
+from .metrics import HeadMetrics
+from .precompute import TargetStatesCollator, precompute_targets
+from .report import results_of
+from .teacher import Teacher, check_tokenizer, load_teacher
+
+logger = logging.get_logger(__name__)
+
+# Hooks of SFTTrainer with private names that are overridden below: without them, what is done there would be left out.
+for _hook in ("_prepare_dataset", "_set_signature_columns_if_needed", "_load_from_checkpoint"):
+    if not hasattr(SFTTrainer, _hook):
+        raise ImportError(f"This version of trl has no `SFTTrainer.{_hook}`: install one that hf_clover supports.")
+
+
+class CloverTrainer(SFTTrainer):
+    """
+    Trainer that distils Clover heads from a frozen target.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from hf_clover import CloverTrainer, CloverTrainingConfig
+
+    >>> trainer = CloverTrainer(
+    ...     teacher_model="Qwen/Qwen3-0.6B",
+    ...     args=CloverTrainingConfig("Qwen3-0.6B-Clover", packing=True),
+    ...     train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    Args:
+        model (`CloverHeads`, [`~peft.PeftModel`] of one, or `str`, *optional*):
+            The heads to train: an instance, or an id or path to load with `args.model_init_kwargs`. If `None`, new
+            ones are made with [`CloverHeads.from_target`], `args.model_init_kwargs` being its arguments. Heads are
+            trained in float32; `args.bf16` (on by default) computes in bfloat16 where that is safe.
+        teacher_model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
+            The target: an instance, quantised or with an adapter as it may be, or an id or path to load with
+            `args.teacher_model_init_kwargs`. Its weights are not changed.
+        args ([`CloverTrainingConfig`], *optional*):
+            Configuration for this trainer.
+        processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            The target's tokenizer. If `None`, it is loaded from where the target came from.
+        peft_config ([`~peft.PeftConfig`], *optional*):
+            Train an adapter on existing heads instead of the heads, for example to fit published heads to a
+            fine-tuned target. `target_modules` defaults to all linear layers.
+        data_collator, train_dataset, eval_dataset, callbacks, optimizers, optimizer_cls_and_kwargs, formatting_func:
+            As for [`~trl.SFTTrainer`], with all its dataset formats.
+    """
+
+    _tag_names = ["trl"]
+    _name = "Clover"
+    loss_is_scaled_for_ga = True  # `compute_loss` divides by the positions of the whole accumulated batch
+
+    def __init__(
+        self,
+        model: "CloverHeads | nn.Module | str | None" = None,
+        teacher_model: "PreTrainedModel | nn.Module | str | None" = None,
+        args: CloverTrainingConfig | None = None,
+        data_collator: DataCollator | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
+        peft_config: Any | None = None,
+        formatting_func: Callable[[dict], str] | None = None,
+        **refused: Any,
+    ) -> None:
+        refuse_arguments(refused)
+        if teacher_model is None:
+            raise ValueError("`teacher_model` is required: the target that the heads are for, or its name or path.")
+        args = args or CloverTrainingConfig(f"{name_of(teacher_model).split('/')[-1]}-Clover")
+        if not isinstance(args, CloverTrainingConfig):
+            raise TypeError(f"`args` must be a `CloverTrainingConfig`, not a `{type(args).__name__}`.")
+        if isinstance(teacher_model, str):
+            teacher_model = load_teacher(teacher_model, args.teacher_model_init_kwargs)
+        elif args.teacher_model_init_kwargs is not None:
+            logger.warning("`teacher_model_init_kwargs` is ignored, since `teacher_model` is already instantiated.")
+        set_seed(args.seed)
+        model = make_heads(model, teacher_model, args)
+        self.teacher = Teacher(teacher_model, unwrap(model))
+        if processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(
+                name_of(teacher_model), trust_remote_code=args.trust_remote_code
+            )
+        check_tokenizer(processing_class, teacher_model)
+        check_optimizer(optimizers[0], teacher_model)
+        if peft_config is not None:
+            peft_config = for_heads(peft_config, args)
+        self._stop_on_interrupt = StopOnInterrupt()
+
+        with as_sft(args):
+            super().__init__(
+                model=model,
+                args=args,
+                data_collator=data_collator,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                callbacks=[*(callbacks or ()), self._stop_on_interrupt],
+                optimizers=optimizers,
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                peft_config=peft_config,
+                formatting_func=formatting_func,
+            )
+        vars(self.heads).pop("forward", None)  # SFTTrainer's patch for causal language models
+        check_parallelism(self.accelerator)
+        self._head_metrics = {mode: HeadMetrics(self.heads.config.num_heads) for mode in ("train", "eval")}
+        if args.draft_vocab_size is not None:
+            self._choose_draft_vocabulary(args.draft_vocab_size)
+        self.teacher.place(self.accelerator)
+        self._write_down_loss_weights()
+        if self.padding_free:
+            self.teacher.check_keeps_documents_apart(self.data_collator, self.accelerator.device)
+        if args.precompute_targets:
+            if self.teacher.is_sharded:
+                raise ValueError(
+                    "`precompute_targets=True` cannot run a target that FSDP has sharded: precompute in one process "
+                    "without FSDP, with `device_map='auto'` in `teacher_model_init_kwargs` where one device is too "
+                    "small, and train from that `precompute_dir` afterwards."
+                )
+            self.train_dataset = precompute_targets(
+                self.teacher,
+                self.train_dataset,
+                self.data_collator,
+                folder=args.precompute_dir or os.path.join(args.output_dir, "target_states"),
+                batch_size=args.per_device_train_batch_size,
+                accelerator=self.accelerator,
+            )
+            self.data_collator = TargetStatesCollator(self.data_collator, self.heads.config.hidden_size)
+
+    @property
+    def heads(self) -> CloverHeads:
+        """The heads themselves, inside whatever PEFT or accelerate wrapped around them."""
+        return self.teacher.heads
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C ended the last `train`."""
+        return self._stop_on_interrupt.is_requested
+
+    # ------------------------------------------------------------------ before training
+
+    def _choose_draft_vocabulary(self, size: int) -> None:
+        config = self.heads.config
+        if not size <= config.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size={size}` is more than the target has: it must be at most {config.vocab_size}."
+            )
+        counts = count_tokens(self.train_dataset, config.vocab_size)
+        ids = most_frequent(counts, size)
+        set_draft_vocabulary(self.heads, ids)
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"The draft vocabulary of {size} ids covers {share_covered(counts, ids):.2%} of the "
+                f"{int(counts.sum()):,} tokens to predict. What it leaves out is never drafted, only emitted by the "
+                "target."
+            )
+
+    def _write_down_loss_weights(self) -> None:
+        """Those of the arguments become those of the heads' config, so that the heads say how they were trained."""
+        for name in ("loss_decay", "hidden_loss_weight", "token_loss_weight"):
+            if getattr(self.args, name) is not None:
+                setattr(self.heads.config, name, float(getattr(self.args, name)))
+
+    @property
+    def _loss_terms(self) -> LossTerms:
+        args, config = self.args, self.heads.config
+        has_hidden_term = args.loss_type == "clover-2" or args.hidden_loss_weight is not None
+        return LossTerms(
+            draft_score=self.heads.score,
+            target_score=self.teacher.score,
+            vocab_size=config.vocab_size,
+            token_loss=args.loss_type,
+            hidden_weight=config.hidden_loss_weight if has_hidden_term else 0.0,
+            token_weight=config.token_loss_weight,
+            draft_ids=self.heads.draft_ids if config.draft_vocab_size is not None else None,
+        )
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        _, training_args, packing, formatting_func, name = args
+        check_columns(dataset, name, training_args.dataset_text_field, formatting_func)
+        dataset = super()._prepare_dataset(dataset, *args)
+        if not packing:
+            dataset = drop_short_samples(dataset)
+        check_lengths(dataset, name, self.heads.config.num_heads)
+        return dataset
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        if "hidden_states" not in self._signature_columns:
+            self._signature_columns.append("hidden_states")
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As [`~transformers.Trainer.train`]. Ctrl-C ends it after the current step, with a checkpoint."""
+        with self._stop_on_interrupt.listening():
+            return super().train(*args, **kwargs)
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(*args, **kwargs)
+        self.teacher.refresh_draft_vocabulary()
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The batches of one update, and for each head [K] how many predictions they hold over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        num_heads = self.heads.config.num_heads
+        counts = torch.zeros(num_heads, dtype=torch.long, device=device)  # [K]
+        for batch in batches:
+            counts += prediction_mask(batch["labels"], batch.get("position_ids"), num_heads).sum((1, 2)).to(device)
+        if self.args.average_tokens_across_devices:
+            counts = self.accelerator.reduce(counts, reduction="sum")
+        if not batches and self.state.global_step == 0:
+            raise ValueError("`train_dataset` gave no sample that is long enough to learn from.")
+        return batches, counts
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        mode, config = "train" if self.model.training else "eval", self.heads.config
+        input_ids, labels, position_ids = inputs["input_ids"], inputs["labels"], inputs.get("position_ids")
+        padding = inputs.get("attention_mask")  # [B, T + 1]
+        hidden_states = inputs.get("hidden_states")  # [B, T + 1, d]
+        if hidden_states is None:
+            hidden_states = self.teacher.hidden_states(inputs)
+        final_states = self.teacher.final_states(hidden_states)  # [B, T + 1, d]
+
+        mask = prediction_mask(labels, position_ids, config.num_heads)  # [K, B, T]
+        counts = mask.sum((1, 2))  # [K]
+        if self.args.label_mask:
+            inside = tokens_inside_nucleus(final_states, input_ids, self.teacher.score, config.vocab_size)  # [B, T]
+            mask &= fed_tokens_mask(inside, config.num_heads)
+        with self.teacher.lending():
+            outputs = model(
+                hidden_states=hidden_states[:, :-1],
+                input_ids=input_ids[:, 1:],
+                attention_mask=None if padding is None else padding[:, :-1],
+                position_ids=None if position_ids is None else position_ids[:, :-1],
+            )
+        sums, ranks = head_losses(outputs.head_outputs, final_states, mask, self._loss_terms)  # [K], [K, B, T]
+        loss = weighted_loss(sums, counts if num_items_in_batch is None else num_items_in_batch, config.loss_decay)
+        if not torch.isfinite(loss):
+            self._raise_not_finite(sums, hidden_states)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the gradient is averaged over them
+
+        num_tokens = torch.tensor(input_ids.numel(), device=sums.device) if padding is None else padding.sum()
+        self._head_metrics[mode].update(sums, counts, count_hits(ranks, mask), num_tokens)
+        return (loss, outputs) if return_outputs else loss
+
+    def _raise_not_finite(self, sums: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        if not torch.isfinite(hidden_states).all():
+            reason = "the target's own hidden states are not finite: load it in bfloat16 or float32"
+        else:
+            bad = [head for head, total in enumerate(sums.tolist()) if total != total or abs(total) == float("inf")]
+            reason = f"the loss of heads {bad} is not finite: lower `learning_rate`, or use `bf16` instead of `fp16`"
+        raise FloatingPointError(f"Training stopped at step {self.state.global_step}: {reason}.")
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[torch.Tensor, None, None]:
+        """The loss only: heads give no logits."""
+        return super().prediction_step(model, inputs, True, ignore_keys)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        mode = "train" if self.model.training else "eval"
+        metrics, num_tokens = self._head_metrics[mode].compute(self.accelerator)
+        self._head_metrics[mode].reset()
+        if mode == "train":
+            self._total_train_tokens += num_tokens
+        if metrics:
+            metrics["num_tokens"] = float(self._total_train_tokens)
+        self._metrics[mode].update({name: [value] for name, value in metrics.items()})
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
+        """Of the heads; the frozen target is not counted."""
+        return 6 * inputs["input_ids"].numel() * sum(parameter.numel() for parameter in self.heads.parameters())
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Write the results so far and a card of them to `args.output_dir`."""
+        if not self.is_world_process_zero():
+            return
+        given = [tags] if isinstance(tags, str) else list(tags or ())
+        results = results_of(self.args, self.state, self._total_train_tokens, dataset_name)
+        write_results(self.args.output_dir, **results)
+        repo_id = self.hub_model_id or model_name
+        write_card(self.args.output_dir, self.heads, repo_id=repo_id, tags=sorted({*self._tag_names, *given}))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
+        """Save the heads (or the adapter) and push them with their card, results and code to `args.hub_model_id`, in
+        one commit. `blocking` is always true; the others are as for [`~transformers.Trainer.push_to_hub`].
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        token = token or self.args.hub_token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        return push_folder(
+            self.args.output_dir,
+            self.hub_model_id,
+            private=self.args.hub_private_repo if private is None else private,
+            token=token,
+            revision=revision or self.args.hub_revision,
+            commit_message=commit_message,
+        )
+
+
+__all__ = ["CloverTrainer"]

@@ -1,0 +1,111 @@
+"""Runs that end early: killed, interrupted, or both, and what resuming makes of them."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny import losses, make_target, make_trainer, random_ids
+from transformers import TrainerCallback
+
+from hf_clover import CloverHeads, CloverTrainer
+
+STEPS = 8
+
+
+class SignalAt(TrainerCallback):
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def make_run(folder: Path, callback: TrainerCallback | None = None, **fields: Any) -> CloverTrainer:
+    return make_trainer(
+        folder,
+        make_target(),
+        random_ids([12, 9, 16, 7, 12, 10, 14, 8, 9, 11]),
+        options={"callbacks": [callback] if callback else None, **fields.pop("options", {})},
+        **{
+            "max_steps": STEPS,
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            **fields,
+        },
+    )
+
+
+def assert_equal_runs(resumed: CloverTrainer, unbroken: CloverTrainer) -> None:
+    expected = unbroken.model.state_dict()
+    for name, tensor in resumed.model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    assert losses(resumed)[-2:] == losses(unbroken)[-2:]
+
+
+def test_resume_after_a_kill_equals_an_unbroken_run(tmp_path: Path) -> None:
+    unbroken = make_run(tmp_path / "unbroken", draft_vocab_size=30)
+    unbroken.train()
+    child = os.fork()
+    if child == 0:
+        make_run(tmp_path / "killed", SignalAt(5, signal.SIGKILL), draft_vocab_size=30).train()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (tmp_path / "killed" / "checkpoint-3").exists()
+    resumed = make_run(tmp_path / "killed", draft_vocab_size=30)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(resumed, unbroken)
+
+
+def test_resume_after_ctrl_c_equals_an_unbroken_run(
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    unbroken = make_run(tmp_path / "unbroken")
+    unbroken.train()
+    stopped = make_run(tmp_path / "stopped", SignalAt(5, signal.SIGINT))
+    before = signal.getsignal(signal.SIGINT)
+    stopped.train()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert stopped.was_interrupted
+    assert stopped.state.global_step == 5
+    assert "Interrupted: training ends after step 5" in transformers_log.text
+    assert (tmp_path / "stopped" / "checkpoint-5" / "model.safetensors").exists()
+    resumed = make_run(tmp_path / "stopped")
+    resumed.train(resume_from_checkpoint=True)
+    assert not resumed.was_interrupted
+    assert_equal_runs(resumed, unbroken)
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    class TwiceInOneStep(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        on_pre_optimizer_step = on_step_begin
+
+    trainer = make_run(tmp_path, TwiceInOneStep())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_resume_with_an_adapter(tmp_path: Path) -> None:
+    def options() -> dict[str, Any]:
+        torch.manual_seed(0)
+        heads = CloverHeads.from_target(make_target(), num_heads=2)
+        return {"model": heads, "peft_config": LoraConfig(r=4)}
+
+    unbroken = make_run(tmp_path / "unbroken", options=options(), model_init_kwargs=None)
+    unbroken.train()
+    stopped = make_run(tmp_path / "stopped", SignalAt(5, signal.SIGINT), options=options(), model_init_kwargs=None)
+    stopped.train()
+    resumed = make_run(tmp_path / "stopped", options=options(), model_init_kwargs=None)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(resumed, unbroken)

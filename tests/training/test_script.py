@@ -1,0 +1,126 @@
+"""The training program from its arguments to saved heads, and the ready configurations."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from datasets import Dataset
+from tiny import make_target, make_tokenizer
+
+from hf_clover import CloverHeads
+from hf_clover.training import script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    """A target with its tokenizer, and a dataset with a training and a test split."""
+    make_target().save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    (tmp_path / "data").mkdir()
+    for split, count in (("train", 8), ("test", 2)):
+        turns = [
+            [{"role": "user", "content": f"w{i}"}, {"role": "assistant", "content": "w3 w4 w5"}] for i in range(count)
+        ]
+        Dataset.from_dict({"messages": turns}).to_json(tmp_path / "data" / f"{split}.jsonl")
+    return tmp_path
+
+
+def write_config(workplace: Path, **fields: Any) -> list[str]:
+    config = {
+        "teacher_model_name_or_path": str(workplace / "target"),
+        "dataset_name": str(workplace / "data"),
+        "output_dir": str(workplace / "out"),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": "none",
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "model_init_kwargs": {"variant": "medusa", "num_heads": 2},
+        **fields,
+    }
+    (workplace / "config.yaml").write_text(yaml.safe_dump(config))
+    return ["--config", str(workplace / "config.yaml")]
+
+
+def test_a_file_and_flags(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = script.main([*write_config(workplace), "--assistant_only_loss", "--loss_type", "acceptance"])
+    assert trainer.args.loss_type == "acceptance"
+    assert any("eval_tokens_per_forward" in line for line in trainer.state.log_history)
+    heads = CloverHeads.from_pretrained(workplace / "out")
+    assert (heads.config.variant, heads.config.num_heads) == ("medusa", 2)
+    assert heads.config.target_name_or_path == str(workplace / "target")
+    assert f"Heads saved to {workplace / 'out'}" in capsys.readouterr().out
+
+
+def test_going_on_with_heads_and_with_a_checkpoint(workplace: Path) -> None:
+    script.main(write_config(workplace))
+    resumed = script.main([*write_config(workplace, max_steps=6), "--resume_from_checkpoint", "true"])
+    steps = [line["step"] for line in resumed.state.log_history if "train_runtime" in line]
+    assert steps[-1] == 6
+    adapted = script.main(
+        write_config(
+            workplace,
+            model_name_or_path=str(workplace / "out"),
+            output_dir=str(workplace / "adapter"),
+            model_init_kwargs=None,
+            use_peft=True,
+            lora_r=2,
+            eval_strategy="no",
+        )
+    )
+    assert adapted.heads.config.num_heads == 2
+    assert (workplace / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["teacher_model_name_or_path", "dataset_name"])
+def test_what_is_missing_is_named(workplace: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}` is required"):
+        script.main(write_config(workplace, **{name: None}))
+
+
+def test_unknown_fields_are_named(workplace: Path) -> None:
+    with pytest.raises(ValueError, match="--no_such_field"):
+        script.main(write_config(workplace, no_such_field=1))
+
+
+def test_the_targets_options() -> None:
+    parse = script.make_parser().parse_args_and_config
+    common = ["--output_dir", "out", "--use_cpu", "--bf16", "false"]
+    _, training_args, model_args = parse([*common, "--attn_implementation", "sdpa"])
+    options = script.target_options(training_args, model_args)
+    assert options == {"dtype": "auto", "attn_implementation": "sdpa", "trust_remote_code": False}
+    _, training_args, model_args = parse(
+        [*common, "--teacher_model_init_kwargs", '{"revision": "v2", "dtype": "float32"}']
+    )
+    options = script.target_options(training_args, model_args)
+    assert (options["revision"], options["dtype"]) == ("v2", "float32")
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("configs/*.yaml")), ids=lambda file: file.stem)
+def test_example_configs_are_understood(file: Path) -> None:
+    parser = script.make_parser()
+    script_args, training_args, model_args = parser.parse_args_and_config(
+        ["--config", str(file), "--use_cpu", "--bf16", "false"]
+    )
+    assert script_args.dataset_name
+    assert training_args.teacher_model_name_or_path
+    assert model_args.load_in_4bit == ("4bit" in file.stem)
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("accelerate/*.yaml")), ids=lambda file: file.stem)
+def test_accelerate_files_are_understood(file: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(file))
+    assert config.mixed_precision == "bf16"
+    if "fsdp" in file.stem:
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False

@@ -1,0 +1,451 @@
+"""What the trainer learns from: every dataset format, every wrapper, and what must be equal to what."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from tiny import VOCAB, losses, make_args, make_target, make_tokenizer, make_trainer, own_text, random_ids
+from torch import nn
+
+from hf_clover import CloverHeads, CloverTrainer
+from hf_clover.training.losses import TOKEN_LOSSES, count_hits
+from hf_clover.training.metrics import HeadMetrics
+
+TURNS = [
+    {"role": "user", "content": "w1 w2 w3 w4"},
+    {"role": "assistant", "content": "w5 w6 w7 w8"},
+    {"role": "user", "content": "w9 w10"},
+    {"role": "assistant", "content": "w11 w12 w13 w14 w15"},
+]
+
+
+def weights(trainer: CloverTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.heads.state_dict().items()}
+
+
+def gradients(trainer: CloverTrainer) -> dict[str, torch.Tensor]:
+    """What the first update would add, for the accumulated batch as the trainer makes it."""
+    captured: dict[str, torch.Tensor] = {}
+    clip = trainer._clip_grad_norm
+
+    def capture(model: nn.Module) -> Any:
+        captured.update({name: p.grad.clone() for name, p in trainer.heads.named_parameters() if p.grad is not None})
+        return clip(model)
+
+    trainer._clip_grad_norm = capture
+    trainer.train()
+    return captured
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor], atol: float = 1e-6) -> None:
+    assert first.keys() == second.keys()
+    assert first
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ------------------------------------------------------------------------------------------------ what is trained
+
+
+@pytest.mark.parametrize("loss_type", TOKEN_LOSSES)
+@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+def test_every_loss_trains_every_variant(tmp_path: Path, variant: str, loss_type: str) -> None:
+    trainer = make_trainer(
+        tmp_path,
+        make_target(),
+        loss_type=loss_type,
+        max_steps=12,
+        learning_rate=3e-3,
+        per_device_train_batch_size=8,
+        model_init_kwargs={"variant": variant, "num_heads": 2},
+    )
+    trainer.train()
+    assert losses(trainer)[-1] < 0.97 * losses(trainer)[0]
+
+
+@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+def test_the_teacher_stays_bit_identical(tmp_path: Path, variant: str) -> None:
+    target = make_target()
+    before = copy.deepcopy(target.state_dict())
+    grads = [parameter.requires_grad for parameter in target.parameters()]
+    trainer = make_trainer(tmp_path, target, max_steps=4, model_init_kwargs={"variant": variant})
+    trainer.train()
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+    assert [parameter.requires_grad for parameter in target.parameters()] == grads
+    assert all(parameter.grad is None for parameter in target.parameters())
+    assert "forward" not in vars(trainer.heads)
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    runs = []
+    for seed in (7, 7, 8):
+        trainer = make_trainer(tmp_path, make_target(), seed=seed, max_steps=3)
+        trainer.train()
+        runs.append(weights(trainer))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert not all(torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
+
+
+def test_weights_of_the_loss(tmp_path: Path) -> None:
+    """Fields of the arguments reach the loss and are written down with the heads."""
+    target = make_target()
+    weights = {"loss_decay": 0.5, "hidden_loss_weight": 0.0, "token_loss_weight": 2.0}
+    trainer = make_trainer(tmp_path, target, **weights, model_init_kwargs={"num_heads": 2})
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert first["loss"] == pytest.approx(first["head_0/loss"] + 0.5 * first["head_1/loss"], rel=1e-4)
+    config = trainer.heads.config
+    assert (config.loss_decay, config.hidden_loss_weight, config.token_loss_weight) == (0.5, 0.0, 2.0)
+
+
+def test_label_mask(tmp_path: Path) -> None:
+    """Of the target's own greedy text nothing is masked, of tokens it finds unlikely nearly everything."""
+    target = make_target()
+    own = Dataset.from_dict({"input_ids": own_text(target, 4, 12)})
+    for dataset, is_kept in ((own, True), (random_ids([12, 12, 12, 12]), False)):
+        runs = []
+        for label_mask in (True, False):
+            trainer = make_trainer(tmp_path, target, dataset, label_mask=label_mask, max_steps=1)
+            trainer.train()
+            runs.append(losses(trainer)[0])
+        if is_kept:
+            assert runs[0] == pytest.approx(runs[1])
+        else:
+            assert runs[0] < 0.1 * runs[1]
+
+
+def test_heads_are_trained_in_float32_and_saved_whole(tmp_path: Path) -> None:
+    target = make_target().bfloat16()
+    heads = CloverHeads.from_target(target, num_heads=2)
+    assert heads.dtype == torch.bfloat16
+    trainer = make_trainer(tmp_path, target, options={"model": heads}, bf16=True, max_steps=2, model_init_kwargs=None)
+    trainer.train()
+    trainer.save_model()
+    assert all(torch.isfinite(torch.tensor(losses(trainer))))
+    with safe_open(tmp_path / "model.safetensors", "pt") as saved:
+        assert set(saved.keys()) == set(trainer.heads.state_dict())
+        assert saved.get_tensor("norm.weight").dtype == torch.float32
+    again = make_trainer(tmp_path, target, options={"model": str(tmp_path)}, model_init_kwargs=None)
+    assert all(torch.equal(weights(trainer)[name], tensor) for name, tensor in again.heads.state_dict().items())
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    """bfloat16 only: on the CPU, where this runs, transformers does not autocast to float16."""
+    plain = make_trainer(tmp_path, make_target(), max_steps=3)
+    plain.train()
+    mixed = make_trainer(tmp_path, make_target(), max_steps=3, bf16=True)
+    mixed.train()
+    assert mixed.heads.dtype == torch.float32
+    assert losses(mixed) == pytest.approx(losses(plain), rel=0.03)
+    assert losses(mixed) != losses(plain)
+
+
+# ------------------------------------------------------------------------------------------------ what it learns from
+
+
+def labelled(trainer: CloverTrainer) -> list[str]:
+    decode = trainer.processing_class.decode
+    return [decode([label for label in sample["labels"] if label != -100]) for sample in trainer.train_dataset]
+
+
+FORMATS: dict[str, tuple[dict[str, list[Any]], dict[str, Any], str]] = {
+    "text": ({"text": ["w1 w2 w3 w4 w5 w6"]}, {}, "w1 w2 w3 w4 w5 w6 </s>"),
+    "other column": ({"body": ["w1 w2 w3 w4 w5 w6"]}, {"dataset_text_field": "body"}, "w1 w2 w3 w4 w5 w6 </s>"),
+    "prompt and completion": ({"prompt": ["w1 w2 w3"], "completion": [" w4 w5 w6 w7"]}, {}, "w4 w5 w6 w7 </s>"),
+    "all of prompt and completion": (
+        {"prompt": ["w1 w2 w3"], "completion": [" w4 w5 w6 w7"]},
+        {"completion_only_loss": False},
+        "w1 w2 w3 w4 w5 w6 w7 </s>",
+    ),
+    "messages": (
+        {"messages": [TURNS[:2]]},
+        {},
+        "<s> user w1 w2 w3 w4 </s> <s> assistant w5 w6 w7 w8 </s>",
+    ),
+    "assistant only": (
+        {"messages": [TURNS]},
+        {"assistant_only_loss": True},
+        "w5 w6 w7 w8 </s> w11 w12 w13 w14 w15 </s>",
+    ),
+    "conversational completion": (
+        {"prompt": [TURNS[:3]], "completion": [TURNS[3:]]},
+        {},
+        "w11 w12 w13 w14 w15 </s>",
+    ),
+    "ShareGPT": (
+        {"conversations": [[{"from": "user", "value": "w1 w2"}, {"from": "assistant", "value": "w3 w4"}]]},
+        {},
+        "<s> user w1 w2 </s> <s> assistant w3 w4 </s>",
+    ),
+    "token ids": ({"input_ids": [[10, 11, 12, 13, 14, 15]]}, {}, "w3 w4 w5 w6 w7 w8"),
+    "token ids and labels": (
+        {"input_ids": [[10, 11, 12, 13, 14, 15]], "labels": [[-100, -100, 12, 13, 14, 15]]},
+        {},
+        "w5 w6 w7 w8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+def test_dataset_formats(tmp_path: Path, name: str, streaming: bool) -> None:
+    columns, args, expected = FORMATS[name]
+    dataset = Dataset.from_dict({column: values * 4 for column, values in columns.items()})
+    trainer = make_trainer(tmp_path, make_target(), dataset.to_iterable_dataset() if streaming else dataset, **args)
+    assert labelled(trainer) == [expected] * 4
+    trainer.train()
+    assert len(losses(trainer)) == 2
+
+
+def test_streaming_equals_map_style(tmp_path: Path) -> None:
+    dataset = random_ids([12, 9, 16, 7])
+    runs = []
+    for train_dataset in (dataset, dataset.to_iterable_dataset()):
+        trainer = make_trainer(tmp_path, make_target(), train_dataset, max_steps=1)
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-5)
+
+
+def test_formatting_function(tmp_path: Path) -> None:
+    dataset = Dataset.from_dict({"question": ["w1 w2 w3"] * 4, "answer": ["w4 w5"] * 4})
+    options = {"formatting_func": lambda sample: f"{sample['question']} {sample['answer']}"}
+    trainer = make_trainer(tmp_path, make_target(), dataset, options=options)
+    assert labelled(trainer) == ["w1 w2 w3 w4 w5 </s>"] * 4
+
+
+# ------------------------------------------------------------------------------------------------ equalities
+
+
+PACKINGS: dict[str, dict[str, Any]] = {
+    "bfd": {"packing": True, "max_length": 32, "per_device_train_batch_size": 2},
+    "bfd_split": {
+        "packing": True,
+        "packing_strategy": "bfd_split",
+        "max_length": 32,
+        "per_device_train_batch_size": 2,
+    },
+    "padding free": {"padding_free": True, "max_length": None, "per_device_train_batch_size": 6},
+}
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+def test_packed_equals_unpacked(tmp_path: Path, name: str) -> None:
+    dataset = random_ids([12, 9, 16, 7, 4, 3])
+    plain = make_trainer(tmp_path, make_target(), dataset, per_device_train_batch_size=6, max_steps=1)
+    packed = make_trainer(tmp_path, make_target(), dataset, max_steps=1, **PACKINGS[name])
+    assert len(packed.train_dataset) == (6 if name == "padding free" else 2)
+    assert_same(gradients(packed), gradients(plain))
+    assert losses(packed) == pytest.approx(losses(plain), rel=1e-5)
+    counted = [run.state.log_history[0]["head_2/top5"] for run in (packed, plain)]
+    assert counted[0] == pytest.approx(counted[1])
+
+
+def test_accumulation_equals_one_batch(tmp_path: Path) -> None:
+    dataset = random_ids([12, 9, 16, 7, 5, 10, 14, 3])
+    common = {"max_steps": 1, "train_sampling_strategy": "sequential"}
+    whole = make_trainer(tmp_path, make_target(), dataset, per_device_train_batch_size=8, **common)
+    parts = make_trainer(
+        tmp_path, make_target(), dataset, per_device_train_batch_size=2, gradient_accumulation_steps=4, **common
+    )
+    assert_same(gradients(parts), gradients(whole))
+    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_padding_changes_nothing(tmp_path: Path) -> None:
+    dataset = random_ids([12, 5, 9, 12])
+    plain = make_trainer(tmp_path, make_target(), dataset, max_steps=1)
+    padded = make_trainer(tmp_path, make_target(), dataset, max_steps=1, pad_to_multiple_of=32)
+    assert_same(gradients(padded), gradients(plain))
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+def test_lora_on_the_heads(tmp_path: Path) -> None:
+    target = make_target()
+    heads = CloverHeads.from_target(target, num_heads=2)
+    heads.save_pretrained(tmp_path / "heads")
+    before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+    options = {"model": heads, "peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}
+    trainer = make_trainer(
+        tmp_path / "adapter", target, options=options, model_init_kwargs=None, max_steps=6, learning_rate=1e-2
+    )
+    trainer.train()
+    trainer.save_model()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    saved = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in saved
+    assert "model.safetensors" not in saved
+    fresh = CloverHeads.from_pretrained(tmp_path / "heads")
+    assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
+    adapted = PeftModel.from_pretrained(fresh, tmp_path / "adapter").get_base_model().bind(target)
+    hidden, tokens = torch.randn(1, 6, 32), torch.randint(7, VOCAB, (1, 6))
+    expected = trainer.heads.eval()(hidden, tokens).head_outputs
+    torch.testing.assert_close(adapted.eval()(hidden, tokens).head_outputs, expected)
+
+
+def test_an_adapter_can_be_trained_on(tmp_path: Path) -> None:
+    target = make_target()
+    model = get_peft_model(CloverHeads.from_target(target, num_heads=2), LoraConfig(target_modules="all-linear"))
+    trainer = make_trainer(tmp_path, target, options={"model": model}, model_init_kwargs=None)
+    trainer.train()
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert all("lora" in name for name in trained)
+
+
+def test_a_target_with_an_adapter(tmp_path: Path) -> None:
+    """The heads learn from the target as it is with its adapter, which is not changed."""
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    wrapped = get_peft_model(make_target(), config).eval()
+    before = copy.deepcopy(wrapped.state_dict())
+    merged = copy.deepcopy(wrapped).merge_and_unload()
+    runs = []
+    for target in (wrapped, merged, make_target()):
+        trainer = make_trainer(tmp_path, target, max_steps=2)
+        trainer.train()
+        runs.append(losses(trainer))
+    assert runs[0] == pytest.approx(runs[1], rel=1e-4)
+    assert runs[0] != pytest.approx(runs[2], rel=1e-4)
+    assert all(torch.equal(before[name], tensor) for name, tensor in wrapped.state_dict().items())
+
+
+class Int8Linear(nn.Module):
+    """Stands for what a quantiser leaves of a linear layer: weights that are no floating point numbers."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.weight * self.scale).T
+
+
+def test_a_quantised_target(tmp_path: Path) -> None:
+    target = make_target().requires_grad_(False)
+    for module in list(target.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    trainer = make_trainer(
+        tmp_path, target, max_steps=12, learning_rate=3e-3, per_device_train_batch_size=8, draft_vocab_size=20
+    )
+    trainer.train()
+    assert losses(trainer)[-1] < 0.97 * losses(trainer)[0]
+
+
+# ------------------------------------------------------------------------------------------- where things come from
+
+
+def test_everything_from_paths(tmp_path: Path) -> None:
+    target, tokenizer = make_target(), make_tokenizer()
+    target.bfloat16().save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    CloverHeads.from_target(target, num_heads=2).save_pretrained(tmp_path / "heads")
+    trainer = CloverTrainer(
+        model=str(tmp_path / "heads"),
+        teacher_model=str(tmp_path / "target"),
+        args=make_args(tmp_path / "out", model_init_kwargs=None),
+        train_dataset=Dataset.from_dict({"text": ["w1 w2 w3 w4 w5"] * 4}),
+    )
+    assert trainer.teacher.model.dtype == torch.bfloat16  # its own
+    assert trainer.processing_class.get_vocab() == tokenizer.get_vocab()
+    trainer.train()
+
+
+def test_evaluation(tmp_path: Path) -> None:
+    options = {"eval_dataset": random_ids([12, 9, 7, 14], seed=1)}
+    trainer = make_trainer(tmp_path, make_target(), options=options, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(lines) == 2
+    assert {"eval_head_0/loss", "eval_head_2/top5_given_earlier", "eval_acceptance_length/top1"} <= lines[0].keys()
+    expected = sum(0.7**i * lines[0][f"eval_head_{i}/loss"] for i in range(3))
+    assert lines[0]["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    metrics = trainer.evaluate(random_ids([12, 9, 7, 14], seed=1))
+    assert metrics["eval_loss"] == pytest.approx(lines[-1]["eval_loss"])
+    assert metrics["eval_acceptance_length/top1"] >= 1  # so that a best checkpoint can be kept by it
+
+
+def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_target(), options={"eval_dataset": random_ids([12, 9], seed=1)})
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card(dataset_name="some/dataset")
+    card, results = (tmp_path / "README.md").read_text(), json.loads((tmp_path / "clover_results.json").read_text())
+    assert "some/dataset" in card
+    assert "assistant_model=heads" in card
+    assert "Acceptance by head" not in card
+    assert (results["training"]["steps"], results["training"]["tokens"]) == (2, 88)
+    trainer.evaluate()
+    trainer.create_model_card(dataset_name="some/dataset")
+    card, results = (tmp_path / "README.md").read_text(), json.loads((tmp_path / "clover_results.json").read_text())
+    assert "Acceptance by head" in card
+    assert len(results["acceptance"]["by_head"]) == 3
+
+
+def test_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(
+        "hf_clover.training.trainer.push_folder", lambda *args, **options: pushed.append((args, options))
+    )
+    trainer = make_trainer(tmp_path, make_target(), hub_model_id="org/heads", hub_token="t")
+    trainer.hub_model_id = "org/heads"
+    trainer.push_to_hub(dataset_name="some/dataset")
+    (args, options), *others = pushed
+    assert not others
+    assert args == (str(tmp_path), "org/heads")
+    assert (options["token"], options["commit_message"]) == ("t", "End of training")
+    assert {"config.json", "model.safetensors", "README.md"} <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_metrics_in_numbers() -> None:
+    """Two heads: the first right 3 times in 4, the second once where the first was right, in 2 cases that count."""
+
+    class OneProcess:
+        def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+            return tensor
+
+    ranks = torch.tensor([[[0, 0, 0, 5]], [[0, 3, 0, 0]]])
+    mask = torch.tensor([[[1, 1, 1, 1]], [[1, 1, 0, 0]]]).bool()
+    metrics = HeadMetrics(2)
+    for _ in range(2):
+        metrics.update(torch.tensor([8.0, 3.0]), mask.sum((1, 2)), count_hits(ranks, mask), torch.tensor(5))
+    values, tokens = metrics.compute(OneProcess())
+    assert tokens == 10
+    assert values["head_0/loss"] == pytest.approx(2.0)
+    assert values["head_1/loss"] == pytest.approx(1.5)
+    assert values["head_0/top1"] == pytest.approx(0.75)
+    assert values["head_1/top1_given_earlier"] == pytest.approx(0.5)
+    assert values["head_1/top4_given_earlier"] == pytest.approx(1.0)
+    assert values["acceptance_length/top1"] == pytest.approx(1 + 0.75 + 0.75 * 0.5)
+
+
+# ------------------------------------------------------------------------------------------------ draft vocabulary
+
+
+def test_draft_vocabulary(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
+    ids = [[10, 11, 12, 10, 11, 10]] * 3 + [[20, 21, 22, 23, 24, 10]]
+    trainer = make_trainer(tmp_path, make_target(), Dataset.from_dict({"input_ids": ids}), draft_vocab_size=3)
+    assert trainer.heads.draft_ids.tolist() == [10, 11, 12]
+    assert "covers 79.17% of the 24 tokens" in transformers_log.text
+    trainer.train()
+    trainer.save_model()
+    heads = CloverHeads.from_pretrained(tmp_path).bind(make_target())
+    assert heads.draft_ids.tolist() == [10, 11, 12]
+    assert heads.score(torch.randn(2, 32)).shape == (2, 3)
+
+
+def test_draft_vocabulary_of_a_stream(tmp_path: Path) -> None:
+    dataset = Dataset.from_dict({"input_ids": [[10, 11, 12, 10, 11, 10]] * 4}).to_iterable_dataset()
+    trainer = make_trainer(tmp_path, make_target(), dataset, draft_vocab_size=5)
+    assert trainer.heads.draft_ids.tolist() == [0, 1, 10, 11, 12]  # the lowest ids fill what the data leaves
