@@ -81,7 +81,7 @@ _UPPER_BOUNDS = {
     "draft_vocab_size": 1 << 24,
 }
 _MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
-_LONGEST_NAME = 4096
+_LONGEST_NAME = 1024
 
 
 class CloverConfig(PreTrainedConfig):
@@ -191,7 +191,13 @@ class CloverConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Fields changed in loading are checked too, which transformers sets without a word."""
-        loaded = super().from_dict(config_dict, **kwargs)
+        methods = [name for name in config_dict if name.startswith("__") or callable(getattr(cls, name, None))]
+        if methods:
+            raise ValueError(f"CloverConfig: `{methods[0]}` is impossible: it is no field of a configuration.")
+        try:
+            loaded = super().from_dict(config_dict, **kwargs)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"CloverConfig: a field has an impossible type: {error}.") from error
         (loaded[0] if isinstance(loaded, tuple) else loaded)._validate_clover()
         return loaded
 
@@ -220,7 +226,8 @@ class CloverConfig(PreTrainedConfig):
 
     def _require(self, field: str, condition: bool, wanted: str) -> None:
         if not condition:
-            raise ValueError(f"CloverConfig: `{field}={getattr(self, field)!r}` is impossible: it must be {wanted}.")
+            value = repr(getattr(self, field))[:_LONGEST_NAME]
+            raise ValueError(f"CloverConfig: `{field}={value}` is impossible: it must be {wanted}.")
 
     def _require_choice(self, field: str) -> None:
         value, choices = getattr(self, field), _CHOICES[field]
@@ -309,7 +316,7 @@ class CloverConfig(PreTrainedConfig):
     def _validate_what_transformers_reads(self, kwargs: dict[str, Any]) -> None:
         """Fields of every config that would cost memory, fetch a kernel from the Hub, or fail without a name."""
         kwargs.pop("num_labels", None)  # of classifiers: transformers makes a table of so many labels
-        refused = {"per_layer_config": kwargs.get("per_layer_config")}
+        refused = {field: kwargs.get(field) for field in ("per_layer_config", "base_model_tp_plan")}
         for field in ("attn_implementation", "_attn_implementation"):
             value = kwargs.get(field)
             refused[field] = None if isinstance(value, str) and "/" not in value else value
@@ -332,9 +339,7 @@ class CloverConfig(PreTrainedConfig):
 
     def _validate_rope_frequencies(self) -> None:
         """Each `rope_type` has numbers of its own: transformers' function for it says whether they will do."""
-        kind = self.rope_parameters.get("rope_type")
-        self._require("rope_parameters", kind is not None, "one dictionary for all layers")
-        compute = ROPE_INIT_FUNCTIONS.get(kind)
+        compute = ROPE_INIT_FUNCTIONS.get(self.rope_parameters["rope_type"])
         if compute is None or not self.has_augmenting_block:
             return
         try:

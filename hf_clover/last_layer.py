@@ -26,7 +26,9 @@ from .target_parts import find_decoder, is_plain
 # The public reference's layers always use this rotary base, whatever the target's rope settings are.
 REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 TRIAL_LENGTH = 6  # tokens: within any sliding window, which the Augmenting Block does not have
-TOLERANCE = 0.01  # of what a half adds to the residual stream; anything else that was seen differs by more
+# Of what a half adds to the residual stream. Between what quantised targets round on the way, a few percent, and what
+# another kind of layer changes, a quarter or more in every architecture seen.
+TOLERANCE = 0.1
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
 

@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
@@ -31,6 +32,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import ModelOutput
 
+from .checkpoint_checks import check_checkpoint
 from .configuration_clover import CloverConfig
 from .target_parts import BorrowedParts, borrow, gather_rows, is_plain, unwrap
 
@@ -327,6 +329,9 @@ class CloverHeads(PreTrainedModel):
             raise RuntimeError("These heads are not bound to a target: call `heads.bind(target)` first.")
         return self._borrowed
 
+    def get_input_embeddings(self) -> None:
+        """None of their own: the rows of the target's lm_head are borrowed. FSDP asks."""
+
     def bind(self, target: PreTrainedModel) -> "CloverHeads":
         """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
         target = unwrap(target)
@@ -377,6 +382,13 @@ class CloverHeads(PreTrainedModel):
         generate_with = _package("decoding.entry").generate_with
         return generate_with(self, model, input_ids, num_assistant_tokens=num_assistant_tokens, **kwargs)
 
+    def _supports_logits_to_keep(self) -> bool:
+        """transformers' own assisted generation asks this first, and gets heads only where the hook is missing."""
+        raise RuntimeError(
+            "`assistant_model`: Clover heads need the hook of the hf_clover package. `import hf_clover` first, or "
+            "pass `custom_generate=heads.generate_with` in place of `assistant_model`."
+        )
+
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         os.makedirs(save_directory, exist_ok=True)
         self.generation_config.save_pretrained(save_directory)
@@ -386,12 +398,38 @@ class CloverHeads(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         hub_options = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
         hub_kwargs = {name: kwargs[name] for name in hub_options if kwargs.get(name) is not None}
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        if kwargs.get("use_safetensors") is None:
+            kwargs["use_safetensors"] = True
+        try:
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"`{pretrained_model_name_or_path}` holds a safetensors file that is damaged or cut short ({error}): "
+                "save or download it again."
+            ) from error
         heads = loaded[0] if isinstance(loaded, tuple) else loaded
         if pretrained_model_name_or_path is not None:
             with contextlib.suppress(OSError):  # no such file: the defaults stand
                 heads.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
         return loaded
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict[str, torch.Tensor] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ) -> Any:
+        """transformers' own, after a look at the files; `expected_keys` are given where it loads an adapter's."""
+        is_trusted = not load_config.use_safetensors or load_config.ignore_mismatched_sizes
+        if checkpoint_files and expected_keys is None and not is_trusted and not load_config.is_quantized:
+            check_checkpoint(model, checkpoint_files, load_config.pretrained_model_name_or_path)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Publish these heads with their model card in one commit; the arguments are those of `push_heads`."""
+        return _package("hub").push_heads(self, repo_id, **kwargs)
 
 
 def _package(module: str) -> ModuleType:

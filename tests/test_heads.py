@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import hf_clover
 from hf_clover import CloverConfig, CloverHeads, TreeCache
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.modeling_clover import CloverOutput
 from hf_clover.target_parts import unwrap
 
 SIZE, VOCABULARY, LENGTH = 16, 24, 9
+PACKAGE = Path(hf_clover.__file__).parent
 
 
 def make_target(**fields) -> LlamaForCausalLM:
@@ -402,9 +405,10 @@ def test_a_checkpoint_holds_head_weights_only(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     assert tensors.keys() == dict(heads.named_parameters()).keys()
     assert not any(t.shape == p.shape for t in tensors.values() for p in borrowed)
-    files = {file.name for file in tmp_path.iterdir()}
-    code = {"configuration_clover.py", "modeling_clover.py", "target_parts.py"}
-    assert files == {"config.json", "generation_config.json", "model.safetensors", *code}
+    files = {file.name for file in tmp_path.iterdir() if file.suffix not in (".py", ".md")}
+    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    for file in tmp_path.glob("*.py"):  # the code that travels with the weights
+        assert file.read_text() == (PACKAGE / file.name).read_text()
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map == {"AutoConfig": "configuration_clover.CloverConfig", "AutoModel": "modeling_clover.CloverHeads"}
 
@@ -593,6 +597,7 @@ def test_draft_vocabulary(variant):
     chosen = torch.tensor([23, 2, 7, 11, 0])
     heads.draft_ids.copy_(chosen)
     heads.bind(target)
+    assert torch.equal(heads.borrowed.draft_rows[0], target.lm_head.weight[chosen])  # the others cost nothing
     x = heads(hidden, ids).head_outputs
     full = target.lm_head(x)
     assert heads.score(x).shape == (heads.config.num_heads, 2, LENGTH, 5)

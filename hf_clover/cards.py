@@ -1,0 +1,202 @@
+"""What a card says, and the figures it may say it with.
+
+Contract: `render` makes a card of plain dictionaries, with the templates of `hub_cards/`; it reads no folder and no
+network. Figures come from one dictionary, the results, whose sections are all optional:
+
+- `training`: `datasets` (ids), any figures by name (`tokens`, `steps`, `seconds`, `machine`, ...), `settings`,
+  `command`, `versions`;
+- `acceptance`: `by_head`, for each head the shares `top1` to `top5` and `top1_given_earlier` to `top5_given_earlier`
+  that were measured, with `prompts` and `command`;
+- `benchmarks`: a list, each with `prompts`, `machine`, `precision`, `baseline`, `command` and `rows`, of which each
+  has a `batch_size` and what was measured of `tokens_per_forward`, `speedup` and `efficiency`;
+- `target`: `name`, `revision` and `fingerprint`, where an adapter was fitted to another target than its heads;
+- `regeneration`, of a dataset: `model`, `source` (id), `samples`, `failed`, `settings`, `command`, `versions`.
+
+What is not in it is not on the card. A benchmark that does not say how it came about is refused.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+MARKER = "Written by hf_clover from the files beside it, and again with the next push. Without this line it is yours."
+TAGS = ["clover", "speculative-decoding"]
+_TEMPLATES = {
+    "heads": ("heads.md", "measured.md"),
+    "adapter": ("adapter.md", "measured.md"),
+    "dataset": ("dataset.md",),
+}
+_PROVENANCE = ("prompts", "machine", "precision", "baseline", "command")
+_SPEEDS = ("tokens_per_forward", "speedup", "efficiency")
+_SHARES = tuple(f"top{k}{given}" for given in ("", "_given_earlier") for k in range(1, 6))
+
+
+def render(
+    kind: str,
+    repo_id: str,
+    *,
+    subfolder: str = "",
+    config: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
+    results: Mapping[str, Any] | None = None,
+    parameters: int | None = None,
+    plots: list[str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> ModelCard | DatasetCard:
+    """The card of "heads", an "adapter" or a "dataset".
+
+    `config` is that of the heads, `adapter` that of the adapter; `metadata` (`license`, `language`, ...) goes into the
+    card's YAML and wins over what is derived here.
+    """
+    results, metadata = dict(results or {}), dict(metadata or {})
+    check_results(results)
+    folder = Path(__file__).with_name("hub_cards")  # in an installation
+    if not folder.is_dir():
+        folder = Path(__file__).parents[1] / "hub_cards"  # in a clone
+    template = "".join((folder / name).read_text(encoding="utf-8") for name in _TEMPLATES[kind])
+    words = {"marker": MARKER, "name": repo_id.split("/")[-1], "repo_id": repo_id, "subfolder": subfolder}
+    words |= {**results, "plots": plots or []}
+    if kind == "dataset":
+        made = results.get("regeneration", {})
+        words |= _named("target", made.get("model")) | _named("source", made.get("source"))
+        words |= {"regeneration": made, "settings": made.get("settings", {})}
+        return DatasetCard.from_template(_dataset_data(words, metadata), template_str=template, **words)
+
+    training, acceptance = results.get("training", {}), results.get("acceptance", {})
+    config = {**(config or {}), **{f"target_{k}": v for k, v in results.get("target", {}).items() if k != "name"}}
+    target = results.get("target", {}).get("name") or config.get("target_name_or_path")
+    words |= _named("target", target) | {"config": config, "adapter": adapter, "parameters": parameters}
+    if adapter is not None:
+        words |= _named("base", adapter.get("base_model_name_or_path") or "heads")
+    elif target is None:
+        words["target"] = "target"
+    measured = {share for head in acceptance.get("by_head", []) for share in head}
+    words["acceptance_columns"] = [share for share in _SHARES if share in measured]
+    words["training_rows"] = _training_rows(training)
+    return ModelCard.from_template(_model_data(words, metadata), template_str=template, **words)
+
+
+def check_results(results: Mapping[str, Any]) -> None:
+    """Refuse figures that are none, and those of which a reader could not tell how they came about."""
+    for place, benchmark in enumerate(results.get("benchmarks", [])):
+        where = f"`results`: benchmarks[{place}]"
+        for field in _PROVENANCE:
+            if not benchmark.get(field):
+                raise ValueError(
+                    f"{where} has no `{field}`. A speed is published with {', '.join(_PROVENANCE)}; add it, or leave "
+                    "the benchmark out."
+                )
+        for row in benchmark.get("rows", []):
+            if "batch_size" not in row:
+                raise ValueError(f"{where} has a row without `batch_size`: {dict(row)}.")
+            _check_numbers(where, row, _SPEEDS)
+    for place, head in enumerate(results.get("acceptance", {}).get("by_head", [])):
+        _check_numbers(f"`results`: acceptance.by_head[{place}]", head, _SHARES, most=1.0)
+
+
+def _check_numbers(where: str, row: Mapping[str, Any], names: tuple[str, ...], most: float = math.inf) -> None:
+    for name in names:
+        value = row.get(name, 0.0)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or not 0.0 <= value <= most:
+            raise ValueError(f"{where} has `{name}={value!r}`: no measurement. Leave out what was not measured.")
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether `name` may be a repository's, and is no folder here."""
+    try:
+        validate_repo_id(name or "..")
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
+def public_name(name: str | None) -> str | None:
+    """A repository's id as it is; of a path the last part, since the rest is nobody's business."""
+    if name is None or is_hub_id(name):
+        return name
+    return re.sub(r"[^\w.-]+", "-", Path(name).resolve().name) or "unnamed"
+
+
+def _named(word: str, name: str | None) -> dict[str, Any]:
+    """`name` as the templates have it, which link to it where it is on the Hub."""
+    return {word: public_name(name), f"{word}_id": name if is_hub_id(name) else None}
+
+
+def _training_rows(training: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = {}
+    if datasets := _listed(training.get("datasets")):
+        rows["data"] = ", ".join(public_name(name) for name in datasets)
+    for name, value in training.items():
+        if name not in ("datasets", "settings", "command", "versions"):
+            rows[name.replace("_", " ")] = f"{value:,}" if isinstance(value, int | float) else str(value)
+    if settings := training.get("settings"):
+        rows["settings"] = ", ".join(f"{name} {value}" for name, value in settings.items())
+    return list(rows.items())
+
+
+def _model_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> ModelCardData:
+    datasets = [name for name in _listed(words.get("training", {}).get("datasets")) if is_hub_id(name)]
+    is_adapter = words["adapter"] is not None
+    derived = {
+        "base_model": words["base_id"] if is_adapter else words["target_id"],
+        "library_name": "peft" if is_adapter else "transformers",
+        "datasets": datasets or None,
+    }
+    if derived["base_model"] is not None:
+        derived["base_model_relation"] = "adapter"
+    tags = [*TAGS, *([] if is_adapter else ["custom_generate"]), *_listed(metadata.pop("tags", None))]
+    results = _eval_results(words)
+    return ModelCardData(
+        **{**derived, **metadata},
+        tags=tags,
+        model_name=words["name"] if results else None,
+        eval_results=results or None,
+    )
+
+
+def _eval_results(words: Mapping[str, Any]) -> list[EvalResult]:
+    """The Hub's `model-index`: one entry for each figure."""
+    found = []
+
+    def add(prompts: str, kind: str, name: str, value: float, **args: Any) -> None:
+        about = {"task_type": "text-generation", "dataset_type": prompts, "dataset_name": prompts}
+        found.append(
+            EvalResult(**about, metric_type=kind, metric_name=name, metric_value=value, metric_args=args or None)
+        )
+
+    for benchmark in words.get("benchmarks", []):
+        conditions = {name: benchmark[name] for name in ("machine", "precision", "baseline")}
+        for row in benchmark.get("rows", []):
+            for name in (name for name in _SPEEDS if name in row):
+                label = f"{name.replace('_', ' ')}, batch size {row['batch_size']}"
+                add(benchmark["prompts"], name, label, row[name], batch_size=row["batch_size"], **conditions)
+    acceptance = words.get("acceptance", {})
+    for place, head in enumerate(acceptance.get("by_head", [])):
+        for name in words["acceptance_columns"]:
+            if name in head and acceptance.get("prompts"):
+                add(acceptance["prompts"], "accuracy", f"head {place}, {name.replace('_', ' ')}", head[name])
+    return found
+
+
+def _dataset_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> DatasetCardData:
+    derived = {
+        "task_categories": ["text-generation"],
+        "source_datasets": [words["source_id"]] if words["source_id"] else None,
+        "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "train.parquet"}]}],
+    }
+    tags = [*TAGS, "synthetic", *_listed(metadata.pop("tags", None))]
+    return DatasetCardData(**{**derived, **metadata}, tags=tags)
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else [value] if isinstance(value, str) else list(value)
+
+
+__all__ = ["MARKER", "check_results", "is_hub_id", "public_name", "render"]

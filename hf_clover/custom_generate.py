@@ -1,0 +1,35 @@
+"""Speculative decoding with the Clover heads of the repository that this file lies in.
+
+Contract: `model.generate(..., custom_generate="org/heads", trust_remote_code=True)` ends here, with all that the
+caller gave. The heads are `assistant_model` where that is given, else those of the repository itself, at the same
+`revision` and `subfolder` and with the same `token`, loaded once for each model. Needs the package hf_clover, of which
+this file is a copy; on the Hub it is called `custom_generate/generate.py`.
+"""
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import AutoModel, PreTrainedModel
+
+import hf_clover  # noqa: F401  (from here on, generate takes Clover heads as its assistant)
+
+_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_loaded: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
+
+
+def generate(inputs: Any = None, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+    options = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
+    if kwargs.get("assistant_model") is None:
+        # transformers does not pass on the argument that names the repository, and its cache does not tell either.
+        repository = inspect.currentframe().f_back.f_locals.get("custom_generate")
+        if not isinstance(repository, str):
+            raise ValueError(
+                "`assistant_model` is missing, and the repository to take heads from is not known here: pass "
+                "`assistant_model=AutoModel.from_pretrained(...)`."
+            )
+        source = (repository, options.get("revision"), options.get("subfolder"))
+        if _loaded.get(model, (None, None))[0] != source:
+            _loaded[model] = source, AutoModel.from_pretrained(repository, **options)
+        kwargs["assistant_model"] = _loaded[model][1]
+    return model.generate(inputs, *args, **kwargs)

@@ -1,0 +1,307 @@
+"""Heads as a repository on the Hub: the folder, its card, and the push in one commit.
+
+Contract: a folder that `save_pretrained` wrote (of heads, or of an adapter of heads), or that `regenerate` wrote,
+becomes a whole repository: this module adds the generation code, the results and the card, and commits all of it at
+once, so that a push that fails leaves the repository as it was. Everything is read from the folder; torch and models
+are not known here. Errors of the Hub are huggingface_hub's own. Access tokens are taken out of what is written, and a
+file that holds one is not pushed.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    DatasetCard,
+    HfApi,
+    ModelCard,
+    get_token,
+)
+from huggingface_hub.errors import EntryNotFoundError
+from safetensors import safe_open
+
+from . import __version__
+from .cards import MARKER, check_results, public_name, render
+
+RESULTS = "clover_results.json"
+_CARD = "README.md"
+_AT_THE_ROOT = ("*.py", "custom_generate/*")  # where transformers looks for code, whatever the subfolder
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_EVERYWHERE = (_CARD, RESULTS, "LICENSE*", "*.png", "*.svg")
+_PUSHED = {
+    "heads": ("config.json", "generation_config.json", *_WEIGHTS, *_AT_THE_ROOT, *_EVERYWHERE),
+    "adapter": ("adapter_config.json", *_WEIGHTS, *_EVERYWHERE),
+    "dataset": ("*.parquet", *_EVERYWHERE),
+}
+_TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{30,}\b")
+_TOKEN_OPTION = re.compile(r"-*((hub|hf|access|auth)[_-])?(token|api[_-]key)", re.IGNORECASE)
+_HIDDEN = "HIDDEN-TOKEN"
+_VERSIONS_OF = ("hf-clover", "transformers", "torch", "trl", "peft", "datasets", "huggingface-hub")
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    subfolder: str = "",
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    **metadata: Any,
+) -> CommitInfo:
+    """Make `folder` a whole repository and commit it to `repo_id`, which is created where it does not exist.
+
+    Args:
+        folder: of heads, of an adapter of heads, or of a dataset from `regenerate`. What belongs to none of them
+            (checkpoints of the training, its logs, pickles) stays here.
+        repo_id, private, token, revision, create_pr, commit_message, commit_description: as for
+            [`~huggingface_hub.HfApi.create_commit`].
+        subfolder: where the heads go in a repository that holds something else too, such as their target. Their code
+            goes to its root all the same, where transformers looks for it.
+        metadata: for the card: `license`, `language`, ... as for [`~huggingface_hub.ModelCardData`].
+    """
+    folder, subfolder = Path(folder), subfolder.strip("/")
+    kind = _kind(folder)
+    secrets = [secret for secret in (token, get_token()) if isinstance(secret, str)]
+    # Before the Hub is asked for anything: whatever is wrong with the folder is said first.
+    files = _complete(folder, kind, secrets, repo_id, subfolder, metadata)
+    api = HfApi(token=token, library_name="hf_clover", library_version=__version__)
+    where = {"repo_type": "dataset" if kind == "dataset" else "model"}
+    where["repo_id"] = api.create_repo(repo_id, private=private, exist_ok=True, **where).repo_id
+    if where["repo_id"] != repo_id:  # the user's own namespace
+        files = _complete(folder, kind, secrets, where["repo_id"], subfolder, metadata)
+    if revision is not None and not create_pr and not revision.startswith("refs/"):
+        api.create_branch(branch=revision, exist_ok=True, **where)
+    prefix = f"{subfolder}/" if subfolder else ""
+    files = {path if _is_code(path) else prefix + path: content for path, content in files.items()}
+    if _is_generated(folder / _CARD) and _remote_card_is_somebodys(api, prefix + _CARD, revision, where):
+        del files[prefix + _CARD]
+    stale = set(api.list_repo_files(revision=revision, **where)) - files.keys()
+    stale = [path for path in stale if path.startswith(prefix) and _is_weights(path.removeprefix(prefix))]
+    operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+    return api.create_commit(
+        operations=[*operations, *(CommitOperationDelete(path) for path in stale)],
+        commit_message=commit_message or f"Upload {kind} with hf_clover {__version__}",
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+        **where,
+    )
+
+
+def push_heads(
+    heads: Any,
+    repo_id: str,
+    *,
+    results: Mapping[str, Any] | None = None,
+    plots: Iterable[str | os.PathLike] = (),
+    max_shard_size: int | str = "50GB",
+    **options: Any,
+) -> CommitInfo:
+    """`heads.push_to_hub`: save, then [`push_folder`] with its `options`.
+
+    Args:
+        results: the measured figures, as `hf_clover.cards` describes them.
+        plots: images that go beside the card and into it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        heads.save_pretrained(folder, max_shard_size=max_shard_size)
+        if results is not None:
+            write_results(folder, **results)
+        for plot in plots:
+            shutil.copy(plot, folder)
+        return push_folder(folder, repo_id, **options)
+
+
+def write_results(folder: str | os.PathLike, **sections: Any) -> None:
+    """Put measured figures beside the heads, for the card; sections that are there and not given stay as they are.
+
+    What the sections hold is described in `hf_clover.cards`.
+    """
+    path = Path(folder) / RESULTS
+    results = {**_read_json(path), **sections}
+    check_results(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n", encoding="utf-8")
+
+
+def write_card(
+    folder: str | os.PathLike, heads: Any = None, *, repo_id: str | None = None, subfolder: str = "", **metadata: Any
+) -> ModelCard | DatasetCard:
+    """Write the card of what is in `folder`, from its files; one that somebody wrote by hand is left alone.
+
+    Args:
+        heads: where their config is not in the folder: before they are saved, or of an adapter.
+        repo_id, subfolder: where the lines of code on the card load from; the folder's own name by default.
+        metadata: `license`, `language`, `tags`, ... What an earlier card had of them stays.
+    """
+    folder = Path(folder)
+    path, kind = folder / _CARD, _kind(folder, heads)
+    card_class = DatasetCard if kind == "dataset" else ModelCard
+    if path.exists() and not _is_generated(path):
+        return card_class.load(path)
+    earlier = card_class.load(path).data.to_dict() if path.exists() and MARKER in path.read_text("utf-8") else {}
+    kept = {name: earlier[name] for name in ("license", "license_name", "license_link", "language") if name in earlier}
+    config = heads.config.to_dict() if heads is not None else _read_json(folder / "config.json")
+    if kind == "adapter" and heads is not None and "target" not in _read_json(folder / RESULTS):
+        target = {"name": heads.config.target_name_or_path, "revision": heads.config.target_revision}
+        write_results(folder, target={**target, "fingerprint": heads.config.target_fingerprint})
+    card = render(
+        kind,
+        repo_id or folder.resolve().name,
+        subfolder=subfolder,
+        config=config,
+        adapter=_read_json(folder / "adapter_config.json") if kind == "adapter" else None,
+        results=_read_json(folder / RESULTS),
+        parameters=_count_parameters(folder),
+        plots=sorted(file.name for pattern in ("*.png", "*.svg") for file in folder.glob(pattern)),
+        metadata={**kept, **metadata},
+    )
+    card = card_class(without_tokens(str(card)))
+    card.save(path)
+    return card
+
+
+def provenance() -> dict[str, Any]:
+    """What figures must say of where they come from: `command`, `machine` and `versions`, for the results."""
+    words = [_public(before, word) for before, word in zip(["", *sys.argv], sys.argv)]
+    torch, machine = sys.modules.get("torch"), f"{_processor()}, {os.cpu_count()} cores"
+    if torch is not None and torch.cuda.is_available():
+        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    versions = {}
+    for package in _VERSIONS_OF:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    versions["hf-clover"] = __version__
+    return {"command": without_tokens(shlex.join(words)), "machine": machine, "versions": versions}
+
+
+def _public(before: str, word: str) -> str:
+    """A word of the command line without a token's value; of a path the last part."""
+    if _TOKEN_OPTION.fullmatch(before):
+        return _HIDDEN
+    name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+    if equals and _TOKEN_OPTION.fullmatch(name):
+        return f"{name}={_HIDDEN}"
+    return f"{name}{equals}{Path(value).name}" if os.path.isabs(value) else word
+
+
+def _processor() -> str:
+    described = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", described, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()
+
+
+def without_tokens(text: str) -> str:
+    """`text` without the user's access token, and without whatever looks like one."""
+    token = get_token()
+    return _TOKEN.sub(_HIDDEN, text.replace(token, _HIDDEN) if token else text)
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+def _kind(folder: Path, heads: Any = None) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if heads is not None or _read_json(folder / "config.json").get("model_type") == "clover":
+        return "heads"
+    if any(folder.glob("*.parquet")):
+        return "dataset"
+    raise ValueError(
+        f"`folder` {str(folder)!r} holds neither heads nor an adapter of heads nor a dataset: there is no config.json "
+        'of model_type "clover", no adapter_config.json and no *.parquet in it. Write it with `save_pretrained`.'
+    )
+
+
+def _complete(
+    folder: Path, kind: str, secrets: list[str], repo_id: str, subfolder: str, metadata: dict[str, Any]
+) -> dict[str, str | bytes]:
+    """Write what is missing, and say what is pushed: each file's path, or what goes in its place."""
+    write_card(folder, repo_id=repo_id, subfolder=subfolder, **metadata)
+    if kind == "heads":
+        (folder / "custom_generate").mkdir(exist_ok=True)
+        shutil.copyfile(Path(__file__).with_name("custom_generate.py"), folder / "custom_generate" / "generate.py")
+        (folder / "custom_generate" / "requirements.txt").write_text(f"hf-clover>={__version__}\n")
+    found = sorted({path for pattern in _PUSHED[kind] for path in folder.glob(pattern) if path.is_file()})
+    if kind != "dataset" and not any(_is_weights(path.name) for path in found):
+        raise ValueError(
+            f"`folder` {str(folder)!r} holds no weights in safetensors, and no others are pushed: save the {kind} "
+            "there with `save_pretrained`."
+        )
+    return {path.relative_to(folder).as_posix(): _content(path, secrets) for path in found}
+
+
+def _content(path: Path, secrets: list[str]) -> str | bytes:
+    """Weights and images are not looked into; where things lie on this machine stays out of the configs."""
+    if path.suffix in (".safetensors", ".parquet", ".png"):
+        return str(path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if _TOKEN.search(text) or any(secret in text for secret in secrets):
+        raise ValueError(f"`folder` has an access token in {path.name!r}: take it out before you push.")
+    if path.name not in ("config.json", "adapter_config.json"):
+        return str(path)
+    config = json.loads(text)
+    for field in ("target_name_or_path", "base_model_name_or_path"):
+        if field in config:
+            config[field] = public_name(config[field])
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _count_parameters(folder: Path) -> int | None:
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="np") as tensors:
+            names = [name for name in tensors.keys() if name != "draft_ids"]  # noqa: SIM118  (not a dictionary)
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
+    return count or None
+
+
+# ---------------------------------------------------------------------- cards and weights that are there already
+
+
+def _is_generated(card: Path) -> bool:
+    """Whether a card may be written anew: ours, or the form that PEFT leaves for somebody to fill in."""
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    return MARKER in text or "# Model Card for Model ID" in text
+
+
+def _remote_card_is_somebodys(api: HfApi, path: str, revision: str | None, where: dict[str, str]) -> bool:
+    try:
+        return not _is_generated(Path(api.hf_hub_download(filename=path, revision=revision, **where)))
+    except EntryNotFoundError:
+        return False
+
+
+def _is_code(path: str) -> bool:
+    return any(Path(path).match(pattern) for pattern in _AT_THE_ROOT)
+
+
+def _is_weights(path: str) -> bool:
+    """Of a former push, they would be loaded in place of the new ones, or fetched beside them."""
+    return any(Path(path).match(pattern) for pattern in _WEIGHTS) and "/" not in path
+
+
+__all__ = ["RESULTS", "provenance", "push_folder", "push_heads", "without_tokens", "write_card", "write_results"]

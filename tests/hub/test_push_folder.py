@@ -1,0 +1,215 @@
+"""What a push takes along, what it leaves, and what happens when it goes wrong. No model is loaded here."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from models import files_in
+from server import TOKEN
+
+from hf_clover.cards import MARKER
+
+PUSH = "from hf_clover.hub import push_folder; print(push_folder({0!r}, {1!r}, **{2!r}).oid)"
+
+
+@pytest.fixture
+def folder(folders, tmp_path) -> Path:
+    return Path(shutil.copytree(folders.heads, tmp_path / "heads"))
+
+
+@pytest.fixture
+def repo(request) -> str:
+    """A name of its own for each test."""
+    return f"org/{request.node.name.replace('[', '-').strip(']').replace(' ', '-')}"[:90].replace("_", "-")
+
+
+@pytest.fixture
+def push(client):
+    def push(folder: Path, repo: str, fails: bool = False, **options) -> subprocess.CompletedProcess:
+        return client(PUSH.format(str(folder), repo, options), fails=fails)
+
+    return push
+
+
+def test_what_does_not_belong_to_heads_stays_here(hub, push, folder, repo):
+    for path in (
+        "training_args.bin",
+        "optimizer.pt",
+        "checkpoint-10/model.safetensors",
+        "runs/events",
+        ".env",
+        "x.log",
+    ):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes(b"\x80")
+    (folder / "LICENSE").write_text("as you like")
+    push(folder, repo)
+    kept = {path for path in files_in(folder) if "/" not in path or path.startswith("custom_generate/")}
+    kept -= {"training_args.bin", "optimizer.pt", ".env", "x.log"}
+    assert set(hub.repositories[repo].files()) == {*kept, ".gitattributes"}
+    assert "LICENSE" in kept
+
+
+def test_a_second_push_of_the_same_is_no_commit(hub, push, folder, repo):
+    first = push(folder, repo).stdout
+    assert push(folder, repo).stdout == first
+    assert len(hub.repositories[repo].commits) == 2
+
+
+def test_a_name_without_a_namespace_is_the_user_s(hub, push, folder):
+    push(folder, "heads-of-mine")
+    assert b'"me/heads-of-mine"' in hub.repositories["me/heads-of-mine"].files()["README.md"]
+
+
+def test_a_pull_request_leaves_the_branch_alone(hub, push, folder, repo):
+    hub.put(repo, {"README.md": b"theirs"})
+    push(folder, repo, create_pr=True)
+    assert hub.repositories[repo].files() == {"README.md": b"theirs"}
+    assert "model.safetensors" in hub.repositories[repo].files("refs/pr/1")
+
+
+def test_weights_of_a_former_push_are_taken_away(hub, push, folder, repo):
+    """transformers would load them in place of the new ones."""
+    old = {"model-00001-of-00002.safetensors": b"1", "model.safetensors.index.json": b"{}", "notes.txt": b"kept"}
+    hub.put(repo, {**old, "other/model.safetensors": b"kept"})
+    push(folder, repo)
+    files = hub.repositories[repo].files()
+    assert files.keys() & {*old, "other/model.safetensors"} == {"notes.txt", "other/model.safetensors"}
+
+
+@pytest.mark.parametrize("where", ["here", "on the Hub"])
+def test_a_card_written_by_hand_is_kept(where, hub, push, folder, repo):
+    words = "---\nlicense: mit\n---\nMy own words.\n"
+    if where == "here":
+        (folder / "README.md").write_text(words)
+    else:
+        hub.put(repo, {"README.md": words.encode()})
+    push(folder, repo)
+    assert hub.repositories[repo].files()["README.md"].decode() == words
+
+
+def test_a_card_that_was_rendered_is_rendered_again(hub, push, folder, repo):
+    push(folder, repo, license="mit")
+    (folder / "clover_results.json").write_text(json.dumps({"training": {"tokens": 4321}}))
+    push(folder, repo)
+    card = hub.repositories[repo].files()["README.md"].decode()
+    assert MARKER in card
+    assert "4,321" in card
+    assert "license: mit" in card
+
+
+def test_paths_of_this_machine_stay_here(hub, push, folder, repo, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    config["target_name_or_path"] = str(tmp_path / "my target")
+    (folder / "config.json").write_text(json.dumps(config))
+    push(folder, repo)
+    files = hub.repositories[repo].files()
+    assert json.loads(files["config.json"])["target_name_or_path"] == "my-target"
+    assert not [path for path, content in files.items() if str(tmp_path).encode() in content]
+    assert b"base_model" not in files["README.md"]
+
+
+def test_an_adapter_on_which_peft_left_its_form(hub, push, folders, repo, tmp_path):
+    folder = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
+    (folder / "README.md").write_text(
+        "---\nlibrary_name: peft\n---\n# Model Card for Model ID\n[More Information Needed]"
+    )
+    push(folder, repo)
+    files = hub.repositories[repo].files()
+    assert set(files) - {".gitattributes"} <= {
+        *("README.md", "adapter_config.json", "adapter_model.safetensors", "clover_results.json"),
+    }
+    assert b"[More Information Needed]" not in files["README.md"]
+    assert b"base_model: org/clover-heads" in files["README.md"]
+
+
+# ---------------------------------------------------------------------- what is wrong with the folder, said first
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "holds neither heads nor an adapter of heads nor a dataset"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "holds neither heads"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no weights in safetensors"),
+        (lambda f: (f / "clover_results.json").write_text(json.dumps({"benchmarks": [{}]})), "has no `prompts`"),
+        (lambda f: (f / "clover_results.json").write_text(json.dumps({"note": TOKEN})), "access token in 'clover_res"),
+        (lambda f: (f / "LICENSE").write_text("hf_" + "a1" * 17), "access token in 'LICENSE': take it out"),
+    ],
+)
+def test_a_folder_that_cannot_be_pushed(spoil, message, hub, push, folder):
+    spoil(folder)
+    before = len(hub.requests)
+    done = push(folder, "org/never", fails=True)
+    assert message in done.stderr
+    assert TOKEN not in done.stderr
+    assert hub.requests[before:] == []
+
+
+# ---------------------------------------------------------------------- what goes wrong on the way
+
+
+@pytest.fixture
+def changed(push, folder, repo) -> Path:
+    """A folder that has been pushed, and its weights changed since."""
+    push(folder, repo)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-4:] = hashlib.sha1(repo.encode()).digest()[:4]  # which the server has not seen
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+FAULTS = {
+    "no such repository": (("POST", "/preupload/"), 404, "404"),
+    "server error": (("POST", "/commit/"), 500, "500"),
+    "dropped connection": (("POST", "/commit/"), "drop", "RemoteProtocolError"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_told_by_the_client_and_changes_nothing(fault, hub, push, changed, repo):
+    where, what, message = FAULTS[fault]
+    before = hub.repositories[repo].files()
+    hub.faults[where] = what
+    try:
+        done = push(changed, repo, fails=True)
+    finally:
+        hub.faults.clear()
+    assert message in done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    assert hub.repositories[repo].files() == before
+
+
+def test_a_wrong_token(hub, push, folder):
+    wrong = "hf_" + "x" * 34
+    done = push(folder, "org/never", fails=True, token=wrong)
+    assert "401" in done.stderr
+    assert "Invalid username or password" in done.stderr
+    assert wrong not in done.stdout + done.stderr
+    assert "org/never" not in hub.repositories
+
+
+def test_an_interrupted_push_leaves_the_former_revision_and_the_next_one_finishes_it(
+    hub, environment, push, changed, repo
+):
+    before, commits = hub.repositories[repo].files(), len(hub.repositories[repo].commits)
+    hub.faults["PUT", "/lfs/"] = "stall"
+    code = PUSH.format(str(changed), repo, {})
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        assert hub.stalled.wait(60)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        hub.faults.clear()
+    assert hub.repositories[repo].files() == before
+    push(changed, repo)
+    after = hub.repositories[repo]
+    assert after.files()["model.safetensors"] == (changed / "model.safetensors").read_bytes()
+    assert len(after.commits) == commits + 1

@@ -1,0 +1,101 @@
+"""The commands: thin faces over functions that are tested elsewhere; here what they pass on, say and return."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import load_dataset
+from tiny import make_target, make_tokenizer
+from typer.testing import CliRunner
+
+from hf_clover import CloverHeads, cli, hub
+
+runner = CliRunner()
+COMMANDS = ("train", "regenerate", "push")
+
+
+def run(*argv: str) -> subprocess.CompletedProcess:
+    """As a user does, exit code and all."""
+    code = "from hf_clover.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True)
+
+
+def test_help_names_every_command_with_an_example():
+    said = runner.invoke(cli.app, ["--help"])
+    assert said.exit_code == 0
+    for command in COMMANDS:
+        assert command in said.output
+    for command in ("regenerate", "push"):
+        assert f"Example: hf-clover {command}" in " ".join(runner.invoke(cli.app, [command, "--help"]).output.split())
+
+
+def test_the_command_line_imports_nothing_heavy():
+    code = "import sys, hf_clover.cli; assert not {'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_train_has_the_flags_of_trl():
+    said = run("train", "--help")
+    assert said.returncode == 0
+    for flag in (
+        "--dataset_name",
+        "--teacher_model_name_or_path",
+        "--loss_type",
+        "--lora_r",
+        "usage: hf-clover train",
+    ):
+        assert flag in said.stdout
+
+
+def test_what_a_user_can_mend_is_one_line_and_exit_code_2(tmp_path: Path):
+    said = run("train", "--output_dir", str(tmp_path), "--use_cpu", "true")
+    assert said.returncode == 2
+    assert said.stderr.strip().splitlines()[-1].startswith("hf-clover: `teacher_model_name_or_path` is required")
+    assert "Traceback" not in said.stderr
+
+
+def test_push_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    passed = {}
+
+    def push_folder(folder, repo_id, **options):
+        passed.update(options, folder=folder, repo_id=repo_id)
+        return type("Commit", (), {"pr_url": None, "commit_url": "https://hub/commit/1"})
+
+    monkeypatch.setattr(hub, "push_folder", push_folder)
+    said = runner.invoke(cli.app, ["push", str(tmp_path), "org/heads", "--private", "--subfolder", "heads", "-m", "x"])
+    assert said.exit_code == 0, said.output
+    assert said.output.strip() == "https://hub/commit/1"
+    assert passed["folder"] == tmp_path
+    assert (passed["repo_id"], passed["private"], passed["subfolder"]) == ("org/heads", True, "heads")
+    assert passed["commit_message"] == "x"
+
+
+@pytest.fixture
+def workplace(tmp_path: Path) -> Path:
+    target = make_target()
+    target.save_pretrained(tmp_path / "target")
+    make_tokenizer().save_pretrained(tmp_path / "target")
+    CloverHeads.from_target(target).save_pretrained(tmp_path / "heads")
+    (tmp_path / "prompts").mkdir()
+    lines = [json.dumps({"prompt": text}) for text in ("w1 w2", "w3", "w4 w5")]
+    (tmp_path / "prompts" / "train.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+@pytest.mark.parametrize("with_heads", [False, True])
+def test_regenerate(workplace: Path, with_heads: bool):
+    options = ["--heads", str(workplace / "heads")] if with_heads else []
+    argv = [str(workplace / "prompts"), str(workplace / "answers"), "--model", str(workplace / "target")]
+    said = runner.invoke(cli.app, ["regenerate", *argv, "--max-new-tokens", "5", "--split", "train[:2]", *options])
+    assert said.exit_code == 0, said.output
+    assert f"2 of 2 prompts answered in {workplace / 'answers'}" in said.output
+    assert load_dataset(str(workplace / "answers"), split="train").column_names == ["prompt", "completion"]
+
+
+def test_an_endpoint_answers_without_heads(workplace: Path):
+    argv = ["regenerate", str(workplace / "prompts"), str(workplace / "out"), "--model", "m"]
+    said = runner.invoke(cli.app, [*argv, "--heads", "h", "--endpoint", "http://localhost:1/v1"])
+    assert isinstance(said.exception, ValueError)
+    assert "`--heads` and `--endpoint` exclude each other" in str(said.exception)
