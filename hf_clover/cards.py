@@ -65,7 +65,8 @@ def render(
     if kind == "dataset":
         made = results.get("regeneration", {})
         words |= _named("target", made.get("model")) | _named("source", made.get("source"))
-        words |= {"regeneration": made, "settings": made.get("settings", {})}
+        settings = {name: value for name, value in made.get("settings", {}).items() if name != "model"}
+        words |= {"regeneration": made, "settings": settings}
         return DatasetCard.from_template(_dataset_data(words, metadata), template_str=template, **words)
 
     training, acceptance = results.get("training", {}), results.get("acceptance", {})
@@ -131,7 +132,7 @@ def _named(word: str, name: str | None) -> dict[str, Any]:
 
 def _training_rows(training: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = {}
-    if datasets := _listed(training.get("datasets")):
+    if datasets := listed(training.get("datasets")):
         rows["data"] = ", ".join(public_name(name) for name in datasets)
     for name, value in training.items():
         if name not in ("datasets", "settings", "command", "versions"):
@@ -142,7 +143,7 @@ def _training_rows(training: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _model_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> ModelCardData:
-    datasets = [name for name in _listed(words.get("training", {}).get("datasets")) if is_hub_id(name)]
+    datasets = [name for name in listed(words.get("training", {}).get("datasets")) if is_hub_id(name)]
     is_adapter = words["adapter"] is not None
     derived = {
         "base_model": words["base_id"] if is_adapter else words["target_id"],
@@ -151,7 +152,7 @@ def _model_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> ModelCard
     }
     if derived["base_model"] is not None:
         derived["base_model_relation"] = "adapter"
-    tags = [*TAGS, *([] if is_adapter else ["custom_generate"]), *_listed(metadata.pop("tags", None))]
+    tags = [*TAGS, *([] if is_adapter else ["custom_generate"]), *listed(metadata.pop("tags", None))]
     results = _eval_results(words)
     return ModelCardData(
         **{**derived, **metadata},
@@ -191,12 +192,13 @@ def _dataset_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> Dataset
         "source_datasets": [words["source_id"]] if words["source_id"] else None,
         "configs": [{"config_name": "default", "data_files": [{"split": "train", "path": "train.parquet"}]}],
     }
-    tags = [*TAGS, "synthetic", *_listed(metadata.pop("tags", None))]
-    return DatasetCardData(**{**derived, **metadata}, tags=tags)
+    tags = [*TAGS, "synthetic", *listed(metadata.pop("tags", None))]
+    return DatasetCardData(**{**derived, **metadata}, tags=list(dict.fromkeys(tags)))
 
 
-def _listed(value: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
+    """A card's fields may be one thing or several."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
-__all__ = ["MARKER", "check_results", "is_hub_id", "public_name", "render"]
+__all__ = ["MARKER", "check_results", "is_hub_id", "listed", "public_name", "render"]

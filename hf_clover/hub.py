@@ -34,7 +34,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
 from . import __version__
-from .cards import MARKER, check_results, public_name, render
+from .cards import MARKER, check_results, listed, public_name, render
 
 RESULTS = "clover_results.json"
 _CARD = "README.md"
@@ -49,6 +49,7 @@ _PUSHED = {
 _TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{30,}\b")
 _TOKEN_OPTION = re.compile(r"-*((hub|hf|access|auth)[_-])?(token|api[_-]key)", re.IGNORECASE)
 _HIDDEN = "HIDDEN-TOKEN"
+_KEPT = ("license", "license_name", "license_link", "language", "tags")  # what a card says that no file does
 _VERSIONS_OF = ("hf-clover", "transformers", "torch", "trl", "peft", "datasets", "huggingface-hub")
 
 
@@ -135,7 +136,7 @@ def write_results(folder: str | os.PathLike, **sections: Any) -> None:
     What the sections hold is described in `hf_clover.cards`.
     """
     path = Path(folder) / RESULTS
-    results = {**_read_json(path), **sections}
+    results = _without_folders({**_read_json(path), **sections})
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n", encoding="utf-8")
@@ -157,7 +158,8 @@ def write_card(
     if path.exists() and not _is_generated(path):
         return card_class.load(path)
     earlier = card_class.load(path).data.to_dict() if path.exists() and MARKER in path.read_text("utf-8") else {}
-    kept = {name: earlier[name] for name in ("license", "license_name", "license_link", "language") if name in earlier}
+    kept = {name: earlier[name] for name in _KEPT if name in earlier}
+    kept["tags"] = [*listed(kept.get("tags")), *listed(metadata.pop("tags", None))]
     config = heads.config.to_dict() if heads is not None else _read_json(folder / "config.json")
     if kind == "adapter" and heads is not None and "target" not in _read_json(folder / RESULTS):
         target = {"name": heads.config.target_name_or_path, "revision": heads.config.target_revision}
@@ -201,7 +203,7 @@ def _public(before: str, word: str) -> str:
     name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
     if equals and _TOKEN_OPTION.fullmatch(name):
         return f"{name}={_HIDDEN}"
-    return f"{name}{equals}{Path(value).name}" if os.path.isabs(value) else word
+    return f"{name}{equals}{_without_folders(value)}"
 
 
 def _processor() -> str:
@@ -251,19 +253,28 @@ def _complete(
 
 
 def _content(path: Path, secrets: list[str]) -> str | bytes:
-    """Weights and images are not looked into; where things lie on this machine stays out of the configs."""
+    """Weights and images are not looked into; where things lie on this machine stays out of the JSON files."""
     if path.suffix in (".safetensors", ".parquet", ".png"):
         return str(path)
     text = path.read_text(encoding="utf-8", errors="replace")
     if _TOKEN.search(text) or any(secret in text for secret in secrets):
         raise ValueError(f"`folder` has an access token in {path.name!r}: take it out before you push.")
-    if path.name not in ("config.json", "adapter_config.json"):
+    if path.name not in ("config.json", "adapter_config.json", RESULTS):
         return str(path)
-    config = json.loads(text)
+    values = _without_folders(json.loads(text))
     for field in ("target_name_or_path", "base_model_name_or_path"):
-        if field in config:
-            config[field] = public_name(config[field])
-    return (json.dumps(config, indent=2) + "\n").encode()
+        if field in values:
+            values[field] = public_name(values[field])
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _without_folders(value: Any) -> Any:
+    """Of absolute paths the last part."""
+    if isinstance(value, Mapping):
+        return {name: _without_folders(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(each) for each in value]
+    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _read_json(path: Path) -> dict[str, Any]:

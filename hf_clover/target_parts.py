@@ -4,6 +4,7 @@ Contract: functions of a transformers model and a `CloverConfig`; nothing is cha
 `modeling_clover.py` that travels to the Hub with it.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +85,12 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
     if lm_head is None:
         raise ValueError(f"The target `{name}` has no output embeddings, so there is no lm_head to borrow.")
     rows = readable_rows(lm_head, config)
-    if rows is not None:
-        _check_fingerprint(config, fingerprint(rows))
+    actual = None if rows is None else fingerprint(rows)
+    if actual and config.target_fingerprint is not None:
+        _check_fingerprint(config, actual)
     else:
+        _check_name(config, target)
+    if rows is None:
         rows = readable_rows(target.get_input_embeddings(), config)
         if rows is None:
             raise ValueError(
@@ -128,7 +132,7 @@ def fingerprint(rows: torch.Tensor) -> str:
 
 def _check_fingerprint(config: CloverConfig, actual: str) -> None:
     expected = config.target_fingerprint
-    if expected is None or not actual or actual == expected:
+    if actual == expected:
         return
     differing = (int(expected, 16) ^ int(actual, 16)).bit_count() / (FINGERPRINT_ROWS * FINGERPRINT_COLUMNS)
     made_for = config.target_name_or_path or "an unnamed target"
@@ -142,6 +146,17 @@ def _check_fingerprint(config: CloverConfig, actual: str) -> None:
         f"These heads were made for {made_for}, and this target's lm_head differs a little from it (a fine-tune?): "
         "the tokens stay exact, fewer drafts may be accepted."
     )
+
+
+def _check_name(config: CloverConfig, target: PreTrainedModel) -> None:
+    """Where there are no rows to compare. A folder may hold a copy of what has another name on the Hub."""
+    made_for, actual = config.target_name_or_path or "", getattr(target, "name_or_path", None) or ""
+    names = {os.path.basename(os.path.normpath(name)).lower() for name in (made_for, actual)}
+    if made_for and actual and len(names) > 1:
+        logger.warning_once(
+            f"These heads were made for {made_for}, and this target is called {actual}, with nothing else to tell "
+            "whether they are the same: the tokens stay exact, fewer drafts may be accepted."
+        )
 
 
 def _logit_scaling(text_config: Any) -> tuple[float, float | None]:

@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import Folders, files_in, save_models
-from server import TOKEN, Hub
+from hub_models import Folders, files_in, save_models
+from hub_server import TOKEN, Hub
 
 REPOSITORY = Path(__file__).parents[2]
 Client = Callable[..., subprocess.CompletedProcess]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from hub_models import RESULTS
 from huggingface_hub import DatasetCard, ModelCard
-from models import RESULTS
 
 from hf_clover import CloverConfig, hub
 from hf_clover.cards import is_hub_id, public_name, render
 
+REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
     "variant": "clover-2",
     "num_heads": 5,
@@ -173,11 +173,20 @@ class Heads:
     config = CloverConfig(vocab_size=24, hidden_size=16, num_attention_heads=4, target_name_or_path="org/target")
 
 
+def test_folders_of_this_machine_are_not_in_the_results(tmp_path):
+    made = {"model": "/home/me/models/target", "settings": {"model": "/home/me/models/target", "data": ["/data/x", 3]}}
+    hub.write_results(tmp_path, regeneration=made)
+    kept = json.loads((tmp_path / hub.RESULTS).read_text())["regeneration"]
+    assert kept == {"model": "target", "settings": {"model": "target", "data": ["x", 3]}}
+
+
 def test_before_the_heads_are_saved(tmp_path):
-    card = hub.write_card(tmp_path, Heads, repo_id="org/name", language="en")
+    card = hub.write_card(tmp_path, Heads, repo_id="org/name", language="en", tags="mine")
     assert card.data.base_model == "org/target"
     assert card.data.language == "en"
     assert str(ModelCard.load(tmp_path / "README.md")) == str(card)
+    again = hub.write_card(tmp_path, Heads, repo_id="org/name", tags=["clover", "more"])
+    assert again.data.tags == ["clover", "speculative-decoding", "custom_generate", "mine", "more"]
 
 
 def test_an_adapter_s_card_remembers_the_target(tmp_path):

@@ -48,6 +48,9 @@ def change_tensors(folder: Path, change) -> None:
 @pytest.fixture
 def little_memory():
     """Whatever is large is refused here by the machine too, and then not with the error that is asked for."""
+    if not Path("/proc/self/statm").exists():
+        yield
+        return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + GIGABYTE, before[1]))

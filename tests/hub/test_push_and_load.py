@@ -8,10 +8,10 @@ import re
 
 import pytest
 from datasets import Dataset
+from hub_models import RESULTS
+from hub_server import TOKEN
+from hub_xet import CLIENT
 from huggingface_hub import ModelCard
-from models import RESULTS
-from server import TOKEN
-from xet import CLIENT
 
 from hf_clover.hub import write_results
 
@@ -198,7 +198,7 @@ AutoModel.from_pretrained("org/hostile", trust_remote_code=True)  # the imported
 
 
 def test_with_the_repository_s_own_generate(hub, client, pushed, checks):
-    """The card's second lines; then with a streamer, heads of the caller's, and from elsewhere."""
+    """The card's second lines; then with a streamer, heads of the caller's, from elsewhere and from a folder."""
     client(
         f"""{checks}
 exec({blocks(hub, HEADS)[1]!r})
@@ -215,6 +215,8 @@ heads.generation_config.num_assistant_tokens = 1
 assert model.generate(**door, assistant_model=heads).speculation.tree_sizes[0] == 1
 check(model.generate(**door | dict(custom_generate="org/private", revision="v1", token=TOKEN)))
 check(model.generate(**door | dict(custom_generate="org/target", subfolder="clover")))
+from huggingface_hub import snapshot_download
+check(model.generate(**door | dict(custom_generate=snapshot_download("org/clover-heads"))))
 """,
         HF_TOKEN=None,
     )

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import files_in
-from server import TOKEN
+from hub_models import files_in
+from hub_server import TOKEN
 
 from hf_clover.cards import MARKER
 
@@ -32,7 +32,7 @@ def repo(request) -> str:
 @pytest.fixture
 def push(client):
     def push(folder: Path, repo: str, fails: bool = False, **options) -> subprocess.CompletedProcess:
-        return client(PUSH.format(str(folder), repo, options), fails=fails)
+        return client(PUSH.format(str(folder), repo, options), fails=fails, HF_DEBUG="1")
 
     return push
 

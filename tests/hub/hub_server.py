@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-from xet import files_of
+from hub_xet import files_of
 
 TOKEN = "hf_" + "loopback" * 5
 LFS = re.compile(r"\.(safetensors|bin|png|parquet)$")
