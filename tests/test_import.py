@@ -64,11 +64,12 @@ CHECK = """
 import sys
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.generation.utils import GenerationMixin
-from hf_clover import CloverConfig, CloverHeads
 tiny = dict(vocab_size=8, hidden_size=8, num_attention_heads=2, intermediate_size=8)
 config = AutoConfig.for_model("clover", **tiny)
+heads = AutoModel.from_config(config)
+from hf_clover import CloverConfig, CloverHeads
 assert type(config) is CloverConfig
-assert type(AutoModel.from_config(config)) is CloverHeads
+assert type(heads) is CloverHeads
 assert GenerationMixin._assisted_decoding.__module__ == "transformers.generation.utils"  # functools.wraps
 assert GenerationMixin._assisted_decoding.__wrapped__.__globals__["__name__"] == "transformers.generation.utils"
 assert GenerationMixin._assisted_decoding.__code__.co_filename.endswith("hook.py")

@@ -238,6 +238,12 @@ def test_a_renamed_tensor_is_refused(checkpoint, target):
         CloverHeads.from_reference_checkpoint(checkpoint, target)
 
 
+def test_a_layer_too_many_is_refused(checkpoint, target):
+    rewrite(checkpoint, lambda tensors: tensors.update({"layers.2.input_layernorm.weight": torch.ones(64)}))
+    with pytest.raises(ValueError, match=r"missing \[\], unexpected \['layers.2.input_layernorm.weight'\]"):
+        CloverHeads.from_reference_checkpoint(checkpoint, target)
+
+
 def test_an_unknown_tensor_is_refused(checkpoint, target):
     rewrite(checkpoint, lambda tensors: tensors.update({"medusa_head.0.weight": torch.zeros(2)}))
     with pytest.raises(ValueError, match=r"tensors that the reference does not have: \['medusa_head.0.weight'\]"):

@@ -13,6 +13,7 @@ from hub_server import TOKEN
 from hub_xet import CLIENT
 from huggingface_hub import ModelCard
 
+from hf_clover.custom_generate import generate
 from hf_clover.hub import write_results
 
 HEADS = "org/clover-heads"
@@ -220,6 +221,11 @@ check(model.generate(**door | dict(custom_generate=snapshot_download("org/clover
 """,
         HF_TOKEN=None,
     )
+
+
+def test_a_generate_that_cannot_know_its_repository():
+    with pytest.raises(ValueError, match=r"`assistant_model` is missing, and the repository .* is not known here"):
+        generate(model=None)
 
 
 def test_offline_from_the_cache(hub, client, pushed, checks, tmp_path):

@@ -73,7 +73,7 @@ def test_push_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+def workdir(tmp_path: Path) -> Path:
     target = make_target()
     target.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
@@ -85,17 +85,17 @@ def workplace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("with_heads", [False, True])
-def test_regenerate(workplace: Path, with_heads: bool):
-    options = ["--heads", str(workplace / "heads")] if with_heads else []
-    argv = [str(workplace / "prompts"), str(workplace / "answers"), "--model", str(workplace / "target")]
+def test_regenerate(workdir: Path, with_heads: bool):
+    options = ["--heads", str(workdir / "heads")] if with_heads else []
+    argv = [str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
     said = runner.invoke(cli.app, ["regenerate", *argv, "--max-new-tokens", "5", "--split", "train[:2]", *options])
     assert said.exit_code == 0, said.output
-    assert f"2 of 2 prompts answered in {workplace / 'answers'}" in said.output
-    assert load_dataset(str(workplace / "answers"), split="train").column_names == ["prompt", "completion"]
+    assert f"2 of 2 prompts answered in {workdir / 'answers'}" in said.output
+    assert load_dataset(str(workdir / "answers"), split="train").column_names == ["prompt", "completion"]
 
 
-def test_an_endpoint_answers_without_heads(workplace: Path):
-    argv = ["regenerate", str(workplace / "prompts"), str(workplace / "out"), "--model", "m"]
+def test_an_endpoint_answers_without_heads(workdir: Path):
+    argv = ["regenerate", str(workdir / "prompts"), str(workdir / "out"), "--model", "m"]
     said = runner.invoke(cli.app, [*argv, "--heads", "h", "--endpoint", "http://localhost:1/v1"])
     assert isinstance(said.exception, ValueError)
     assert "`--heads` and `--endpoint` exclude each other" in str(said.exception)

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
+def workdir(tmp_path: Path) -> Path:
     """A target with its tokenizer, and a dataset with a training and a test split."""
     make_target().save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
@@ -28,11 +28,11 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_config(workplace: Path, **fields: Any) -> list[str]:
+def write_config(workdir: Path, **fields: Any) -> list[str]:
     config = {
-        "teacher_model_name_or_path": str(workplace / "target"),
-        "dataset_name": str(workplace / "data"),
-        "output_dir": str(workplace / "out"),
+        "teacher_model_name_or_path": str(workdir / "target"),
+        "dataset_name": str(workdir / "data"),
+        "output_dir": str(workdir / "out"),
         "use_cpu": True,
         "bf16": False,
         "report_to": "none",
@@ -46,30 +46,30 @@ def write_config(workplace: Path, **fields: Any) -> list[str]:
         "model_init_kwargs": {"variant": "medusa", "num_heads": 2},
         **fields,
     }
-    (workplace / "config.yaml").write_text(yaml.safe_dump(config))
-    return ["--config", str(workplace / "config.yaml")]
+    (workdir / "config.yaml").write_text(yaml.safe_dump(config))
+    return ["--config", str(workdir / "config.yaml")]
 
 
-def test_a_file_and_flags(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = script.main([*write_config(workplace), "--assistant_only_loss", "--loss_type", "acceptance"])
+def test_a_file_and_flags(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = script.main([*write_config(workdir), "--assistant_only_loss", "--loss_type", "acceptance"])
     assert trainer.args.loss_type == "acceptance"
     assert any("eval_tokens_per_forward" in line for line in trainer.state.log_history)
-    heads = CloverHeads.from_pretrained(workplace / "out")
+    heads = CloverHeads.from_pretrained(workdir / "out")
     assert (heads.config.variant, heads.config.num_heads) == ("medusa", 2)
-    assert heads.config.target_name_or_path == str(workplace / "target")
-    assert f"Heads saved to {workplace / 'out'}" in capsys.readouterr().out
+    assert heads.config.target_name_or_path == str(workdir / "target")
+    assert f"Heads saved to {workdir / 'out'}" in capsys.readouterr().out
 
 
-def test_going_on_with_heads_and_with_a_checkpoint(workplace: Path) -> None:
-    script.main(write_config(workplace))
-    resumed = script.main([*write_config(workplace, max_steps=6), "--resume_from_checkpoint", "true"])
+def test_going_on_with_heads_and_with_a_checkpoint(workdir: Path) -> None:
+    script.main(write_config(workdir))
+    resumed = script.main([*write_config(workdir, max_steps=6), "--resume_from_checkpoint", "true"])
     steps = [line["step"] for line in resumed.state.log_history if "train_runtime" in line]
     assert steps[-1] == 6
     adapted = script.main(
         write_config(
-            workplace,
-            model_name_or_path=str(workplace / "out"),
-            output_dir=str(workplace / "adapter"),
+            workdir,
+            model_name_or_path=str(workdir / "out"),
+            output_dir=str(workdir / "adapter"),
             model_init_kwargs=None,
             use_peft=True,
             lora_r=2,
@@ -77,18 +77,18 @@ def test_going_on_with_heads_and_with_a_checkpoint(workplace: Path) -> None:
         )
     )
     assert adapted.heads.config.num_heads == 2
-    assert (workplace / "adapter" / "adapter_model.safetensors").exists()
+    assert (workdir / "adapter" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["teacher_model_name_or_path", "dataset_name"])
-def test_what_is_missing_is_named(workplace: Path, name: str) -> None:
+def test_what_is_missing_is_named(workdir: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is required"):
-        script.main(write_config(workplace, **{name: None}))
+        script.main(write_config(workdir, **{name: None}))
 
 
-def test_unknown_fields_are_named(workplace: Path) -> None:
+def test_unknown_fields_are_named(workdir: Path) -> None:
     with pytest.raises(ValueError, match="--no_such_field"):
-        script.main(write_config(workplace, no_such_field=1))
+        script.main(write_config(workdir, no_such_field=1))
 
 
 def test_the_targets_options() -> None:
