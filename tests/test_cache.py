@@ -224,9 +224,9 @@ def test_load_puts_what_is_left_of_a_window_at_the_end():
 # ---------------------------------------------------------------------- a target's run
 
 
-VOCABULARY, WINDOW = 24, 6
+VOCABULARY, WINDOW = 24, 4
 TARGETS = ("llama", "mistral")
-SHAPES = {"one": (9,), "ragged": (9, 4, 7), "within the window": (3, 2)}
+SHAPES = {"one": (9,), "ragged": (9, 4, 7), "within the window": (2, 1)}
 NEW = 24
 
 
@@ -343,6 +343,19 @@ def advance(run, truth, until, seed, check=None, seen=None):
     assert run.cache.lengths == [until] * len(lengths)
 
 
+def assert_nodes(target, tree, logits, texts):
+    """Every valid node's logits are those of a plain forward over its row's text and its path -> their number."""
+    for row, text in enumerate(texts):
+        for node in tree.valid[row].nonzero().flatten().tolist():
+            path, above = [], node
+            while above:
+                path.insert(0, int(tree.tokens[row, above]))
+                above = int(tree.parents[row, above])
+            expected, _ = plain_forward(target, [*text, *path])
+            torch.testing.assert_close(logits[row, node], expected, rtol=1e-4, atol=1e-4)  # fp32, another order
+    return int(tree.valid.sum())
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_trees_and_what_is_committed_equal_plain_forwards(target, shape):
     """Every node's logits are those of its path alone, and the entries kept are those of the text alone."""
@@ -356,16 +369,7 @@ def test_trees_and_what_is_committed_equal_plain_forwards(target, shape):
 
     def check(tree, logits, lengths):
         nonlocal checked
-        for row, length in enumerate(lengths):
-            for node in tree.valid[row].nonzero().flatten().tolist():
-                path, above = [], node
-                while above:
-                    path.insert(0, int(tree.tokens[row, above]))
-                    above = int(tree.parents[row, above])
-                expected, _ = plain_forward(target, [*text(row, length + 1), *path])
-                torch.testing.assert_close(logits[row, node], expected, rtol=1e-4, atol=1e-4)  # fp32, another order
-                checked += 1
-            assert torch.equal(run.cache.export(0, length)[0][row].isfinite(), torch.ones(2, length, 8).bool())
+        checked += assert_nodes(target, tree, logits, [text(row, length + 1) for row, length in enumerate(lengths)])
 
     with run.open(), torch.no_grad():
         first = run.prefill(ids)
@@ -381,6 +385,34 @@ def test_trees_and_what_is_committed_equal_plain_forwards(target, shape):
             ours = run.cache.export(layer, ids.shape[1] + 15)
             torch.testing.assert_close(ours[0][row, :, padding[row] :], keys, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(ours[1][row, :, padding[row] :], values, rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_counts_depth_not_nodes(target):
+    """A path deeper than the window whose nodes do not stand next to each other: shallow ones before and between."""
+    ids, mask = prompt_of(SHAPES["ragged"])
+    parents = [0, 0, 0, 0, 3, 1, 4, 6, 6, 8, 9, 2, 10, 12]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    assert max(depths) > WINDOW + 2
+    tokens = 1 + (torch.arange(len(parents)) * 5 + torch.arange(3)[:, None]) % (VOCABULARY - 1)  # [B, n]
+    parents, depths = (torch.tensor(values).expand(3, -1) for values in (parents, depths))
+    ones = torch.ones_like(tokens)
+    tree = Tree(tokens, parents, depths, -ones.float(), ones.bool(), max_depth=int(depths.max()))
+    run = run_over(target, mask)
+    with run.open(), torch.no_grad():
+        run.prefill(ids)
+        logits = run.verify(tree)
+        texts = [[*row[seen.bool()].tolist(), int(root)] for row, seen, root in zip(ids, mask, tokens[:, 0])]
+        assert assert_nodes(target, tree, logits, texts) == tokens.numel()
+        path = [0, 3, 4, 6, 8, 9, 10, 12, 13]
+        run.commit([path, path[:2], path[:5]])
+        again = run.verify(tree)
+        texts = [
+            [*text[:-1], *row[path[:count]].tolist(), int(row[0])]
+            for text, row, count in zip(texts, tokens, (len(path), 2, 5))
+        ]
+        assert_nodes(target, tree, again, texts)
 
 
 def assert_same_cache(ours, theirs, mask, until):
