@@ -19,9 +19,10 @@ _HOME = {
     "CloverHeads": "modeling_clover",
     "CloverTrainer": "training.trainer",
     "CloverTrainingConfig": "training.config",
-    "Speculation": "decoding.loop",
+    "Speculation": "decoding.record",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
+    "speculations": "decoding.record",
     "uninstall_hook": "decoding.hook",
 }
 
@@ -36,6 +37,7 @@ __all__ = [
     "TreeCache",
     "__version__",
     "install_hook",
+    "speculations",
     "uninstall_hook",
 ]
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from .decoding.cache import TreeCache
     from .decoding.drafting import CloverCandidateGenerator
     from .decoding.hook import install_hook, uninstall_hook
-    from .decoding.loop import Speculation
+    from .decoding.record import Speculation, speculations
     from .modeling_clover import CloverHeads
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig

@@ -16,7 +16,8 @@ from ..target_parts import unwrap
 from .budget import resolve_budget
 from .drafting import CloverCandidateGenerator
 from .hook import original
-from .loop import CloverGenerateOutput, Speculation, speculate
+from .loop import CloverGenerateOutput, speculate
+from .record import Speculation, report
 from .support import choose_route, warn
 from .verify import capture_before_final_norm
 from .walk import Text
@@ -104,6 +105,7 @@ def _assisted_by_chain(
 
 
 def _with_speculation(result: Any, stats: Speculation) -> Any:
+    report(stats)
     if isinstance(result, torch.Tensor):
         return result
     return CloverGenerateOutput(**dict(result.items()), speculation=stats)

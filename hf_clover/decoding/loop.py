@@ -9,7 +9,7 @@ Shapes: B batch, T prompt columns, n tree nodes, m walked nodes at most, d hidde
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,36 +19,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..modeling_clover import CloverHeads
 from .budget import resolve_budget
 from .drafting import CloverCandidateGenerator
+from .record import Speculation, report
 from .support import warn
 from .tree import Tree, chain_of, root_only, with_chain
 from .verify import TargetRun
 from .walk import Text, greedy_walk, replay
 
 CATCH_UP_BLOCK = 128
-
-
-@dataclass
-class Speculation:
-    """What speculation did in one call of `generate`, in `out.speculation`.
-
-    Seconds are the host's: on a GPU, work that was only queued counts where the host next waits for it.
-    """
-
-    target_forwards: int = 0
-    row_forwards: int = 0  # target forwards times the rows that were unfinished in each
-    new_tokens: int = 0
-    accepted_tokens: int = 0  # drafted tokens that the target confirmed
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    walk_seconds: float = 0.0
-    tree_sizes: list[int] = field(default_factory=list)  # drafted nodes per row, one entry per step
-    method: str = "tree"  # or "chain" or "plain", with `reason`, where the target cannot verify a tree
-    reason: str | None = None
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """Tokens emitted per target forward (and row), the prompt's forward and the bonus token included."""
-        return self.new_tokens / max(self.row_forwards, 1)
 
 
 @dataclass
@@ -111,6 +88,9 @@ def speculate(
             stats.row_forwards += sum(unfinished)
             stats.accepted_tokens += text.emitted - before - sum(unfinished)
             stats.tree_sizes.append(tree.size - 1)
+            for path, was_unfinished in zip(paths, unfinished, strict=True):
+                if was_unfinished:
+                    stats.count_depth(len(path) - 1)
             if not text.done or keeps_cache:
                 with _clock(stats, "draft_seconds"):
                     _take_in_walk(drafter, run, text, paths, start)
@@ -122,6 +102,7 @@ def speculate(
         cache = _finished_cache(run, text, sequences, their_cache) if keeps_cache else None
         if cache is not None:
             drafter.remember(cache, int(cache.get_seq_length()))
+    report(stats)
     if not generation_config.return_dict_in_generate:
         return sequences
     return CloverGenerateOutput(

@@ -1,0 +1,62 @@
+"""What speculation did in a call of `generate`, and how to hear of it.
+
+Contract: one `Speculation` a call, filled by the loop and handed to `report` at its end; it comes back as
+`out.speculation`, and to whoever listens with `speculations()`. Nothing here is read by the decoding itself.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Speculation:
+    """What speculation did in one call of `generate`, in `out.speculation`.
+
+    Seconds are the host's: on a GPU, work that was only queued counts where the host next waits for it.
+    """
+
+    target_forwards: int = 0
+    row_forwards: int = 0  # target forwards times the rows that were unfinished in each
+    new_tokens: int = 0
+    accepted_tokens: int = 0  # drafted tokens that the target confirmed
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    walk_seconds: float = 0.0
+    tree_sizes: list[int] = field(default_factory=list)  # drafted nodes per row, one entry per step
+    accepted_by_depth: list[int] = field(default_factory=list)  # trees, row by row, that gave 1, 2, ... drafts
+    method: str = "tree"  # or "chain" or "plain", with `reason`, where the target cannot verify a tree
+    reason: str | None = None
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens emitted per target forward (and row), the prompt's forward and the bonus token included."""
+        return self.new_tokens / max(self.row_forwards, 1)
+
+    def count_depth(self, accepted: int) -> None:
+        """One tree of one row gave so many drafts."""
+        self.accepted_by_depth += [0] * (accepted - len(self.accepted_by_depth))
+        for depth in range(accepted):
+            self.accepted_by_depth[depth] += 1
+
+
+_listener: ContextVar[list[Speculation] | None] = ContextVar("speculations", default=None)
+
+
+@contextmanager
+def speculations() -> Iterator[list[Speculation]]:
+    """The records of all calls of `generate` inside the block, also of those that return no dictionary."""
+    records: list[Speculation] = []
+    token = _listener.set(records)
+    try:
+        yield records
+    finally:
+        _listener.reset(token)
+
+
+def report(stats: Speculation) -> None:
+    """Every way to generate with heads ends here."""
+    records = _listener.get()
+    if records is not None:
+        records.append(stats)

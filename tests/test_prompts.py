@@ -1,0 +1,87 @@
+"""Prompt sets: each kind of file, chat templates, and the functions that the stand-in has not seen."""
+
+import ast
+import json
+import textwrap
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_clover.prompts import HELD_OUT, function_starts, functions, held_out_sources, load_prompts
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[answer]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def texts(name, tokenizer, **options):
+    return [tokenizer.decode(ids) for ids in load_prompts(str(name), tokenizer, **options)]
+
+
+def test_the_stand_ins_prompts_are_starts_of_held_out_functions(tokenizer):
+    found = texts("stand-in", tokenizer, limit=12)
+    assert len(found) == len(set(found)) == 12
+    sources = held_out_sources()
+    assert set(sources) == set(HELD_OUT)
+    known = {text: name for name, source in sources.items() for _, text, _ in functions(source)}
+    modules = set()
+    for start in found:
+        text, module = next((text, name) for text, name in known.items() if text.startswith(start))
+        assert text != start, "something is left to complete"
+        assert ast.get_docstring(ast.parse(text).body[0]), text
+        modules.add(module)
+    assert len(modules) > 6, "of many modules, not of one"
+
+
+def test_functions_are_cut_after_their_docstring():
+    documented = 'def f(self):\n    """Doc."""\n    x = 1\n    return x\n'
+    source = "class A:\n" + textwrap.indent(documented, "    ") + "\n    def g(self):\n        pass\n"
+    assert list(functions(source)) == [("f", documented, 2)]
+    assert all(start.count("\n") >= 3 for start in function_starts())
+
+
+def test_question_files(tokenizer, tmp_path):
+    questions = tmp_path / "question.jsonl"
+    rows = [{"question_id": 81, "turns": ["First?", "Then?"]}, {"question_id": 82, "turns": ["Another?"]}]
+    questions.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    assert texts(questions, tokenizer) == ["First?", "Another?"]
+    lines = tmp_path / "lines.txt"
+    lines.write_text("one\n\n  \ntwo\nthree\n")
+    assert texts(lines, tokenizer, limit=2) == ["one", "two"]
+
+
+def test_a_chat_template_is_applied(tokenizer, tmp_path):
+    tokenizer.chat_template = TEMPLATE
+    questions = tmp_path / "question.jsonl"
+    told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    rows = [{"turns": ["First?"]}, {"messages": [*told, {"role": "assistant", "content": "Hello"}]}]
+    questions.write_text("\n".join(map(json.dumps, rows)))
+    assert texts(questions, tokenizer) == ["[user] First?\n[answer]", "[system] Be brief.\n[user] Hi\n[answer]"]
+    assert "[user]" not in texts("stand-in", tokenizer, limit=1)[0], "code is not a question"
+
+
+def test_datasets(tokenizer, tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_dict({"instruction": ["Do this.", "Do that."]}).to_json(tmp_path / "data" / "train.jsonl")
+    assert texts(tmp_path / "data", tokenizer) == ["Do this.", "Do that."]
+
+
+def test_what_holds_no_prompts_says_so(tokenizer, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"`prompts='.*empty.txt'` holds no prompt"):
+        load_prompts(str(tmp_path / "empty.txt"), tokenizer)
+    (tmp_path / "odd.jsonl").write_text('{"number": 3}\n')
+    with pytest.raises(ValueError, match=r"no field of \['number'\] is a prompt; known are \['messages', 'turns'"):
+        load_prompts(str(tmp_path / "odd.jsonl"), tokenizer)
