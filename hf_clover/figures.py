@@ -1,0 +1,222 @@
+"""What a result looks like as a figure, as data.
+
+Contract: from the JSON of a benchmark, of an experiment or of a training run to one dictionary that says what is to
+be seen: panels of lines or bars, with their labels, values and ranges. How that is drawn is not known here (see
+`plots`, which says what the dictionary holds), and no file is read or written.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+KINDS = (
+    "a result of `hf-clover benchmark`",
+    "a result of examples/experiments (with its own `figure`)",
+    "the trainer_state.json of a CloverTrainer run",
+)
+_SWEPT = {"batch_size": "batch size", "nodes": "drafted nodes per step", "temperature": "temperature"}
+_SPEED, _SPEEDUP = "tokens per second", "times plain generate"
+_PER_FORWARD, _EFFICIENCY = "tokens per forward", "speedup / tokens per forward"
+
+
+def figure_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The figure of a benchmark, of an experiment, or of a training run's trainer_state.json."""
+    if isinstance(result, Mapping):
+        if isinstance(result.get("figure"), Mapping):
+            return dict(result["figure"])
+        if result.get("kind") == "benchmark" and result.get("rows"):
+            return _of_benchmark(result)
+        if isinstance(result.get("log_history"), list):
+            return _of_training(result["log_history"])
+    raise ValueError(f"there is nothing here to draw: a plot is made of {KINDS[0]}, {KINDS[1]}, or {KINDS[2]}.")
+
+
+# ---------------------------------------------------------------------- benchmark
+
+
+def _of_benchmark(result: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [row for row in result["rows"] if not row.get("skipped")]
+    if not rows:
+        reason = result["rows"][0]["skipped"]
+        raise ValueError(f"no method of this benchmark could be measured, so there is nothing to draw: {reason}")
+    swept = _swept(rows)
+    fixed = {name: rows[0].get(name) for name in ("batch_size", "temperature", "cache") if name != swept}
+    fixed = {name: value for name, value in fixed.items() if len(_values(rows, name)) == 1}
+    said = {
+        "batch_size": lambda size: f"batch size {size}",
+        "temperature": lambda t: f"temperature {t:g}" if t else "greedy",
+        "cache": lambda cache: f"{cache} cache",
+    }
+    setting = ", ".join([f"{result['prompts']} prompts", *(said[name](value) for name, value in fixed.items())])
+    labels = [_label(row, rows, swept) for row in rows]
+    panels = _bars(rows, labels) if swept is None else _sweep(rows, labels, swept)
+    return {"title": f"{result['target']}: {setting}", "note": _note(result), "panels": panels}
+
+
+def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    return list(dict.fromkeys(row.get(name) for row in rows if row.get(name) is not None))
+
+
+def _swept(rows: list[Mapping[str, Any]]) -> str | None:
+    """The number that varies most, within a method: what the figure goes along, if anything."""
+    counts = {}
+    for name in _SWEPT:
+        of_methods = [_values([r for r in rows if r["method"] == method], name) for method in _values(rows, "method")]
+        counts[name] = max(len(values) for values in of_methods)
+    name = max(counts, key=counts.get)
+    return name if counts[name] > 1 else None
+
+
+def _label(row: Mapping[str, Any], rows: list[Mapping[str, Any]], swept: str | None) -> str:
+    """The method, and whatever else tells this row from others of the same method."""
+    alike = [r for r in rows if r["method"] == row["method"]]
+    said = {
+        "tree": lambda tree: tree if tree == "chain" else f"{tree} tree",
+        "nodes": lambda nodes: f"{nodes} nodes",
+        "batch_size": lambda size: f"batch size {size}",
+        "temperature": lambda t: f"temperature {t:g}",
+        "cache": lambda cache: f"{cache} cache",
+    }
+    differs = [name for name in said if name != swept and len({r.get(name) for r in alike}) > 1]
+    return ", ".join([row["method"], *(said[name](row[name]) for name in differs if row.get(name) is not None)])
+
+
+def _series(rows: list[Mapping[str, Any]], label: str, xs: list[Any], name: str) -> dict[str, Any]:
+    """One quantity of these rows, with its range where the rows have one."""
+    series = {"label": label, "x": xs, "y": [row.get(name) for row in rows]}
+    ranges = [row.get(f"{name}_range") for row in rows]
+    if all(ranges):
+        series |= {"low": [low for low, _ in ranges], "high": [high for _, high in ranges]}
+    return series
+
+
+def _bars(rows: list[Mapping[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
+    """One setting: the methods side by side, where their time goes, and how deep the drafts are right."""
+
+    def panel(title: str, unit: str, name: str, **more: Any) -> dict[str, Any]:
+        series = [_series([row], label, [label], name) for row, label in zip(rows, labels)]
+        return {"kind": "bars", "title": title, "ylabel": unit, "series": series, **more}
+
+    panels = [
+        panel("Speedup", _SPEEDUP, "speedup", reference={"y": 1.0, "label": "plain generate"}),
+        panel("Tokens per forward of the target", _PER_FORWARD, "tokens_per_forward"),
+        panel("Efficiency", _EFFICIENCY, "efficiency", reference={"y": 1.0, "label": "drafts cost nothing"}),
+    ]
+    parts = [part for part in ("verify", "draft", "walk", "other") if any(row.get("seconds") for row in rows)]
+    if parts:
+        series = [{"label": part, "x": labels, "y": [_milliseconds(row, part) for row in rows]} for part in parts]
+        title = "Where the time of a token goes"
+        panels.append({"kind": "bars", "stacked": True, "title": title, "ylabel": "ms per token", "series": series})
+    lines = []
+    for row, label in zip(rows, labels):
+        shares = row.get("acceptance_by_depth")
+        if shares:
+            lines.append({"label": label, "x": list(range(1, len(shares) + 1)), "y": shares})
+    if lines:
+        title, unit = "Acceptance by depth", "share of steps"
+        depth = "drafted tokens accepted in a step, at least"
+        panels.append({"kind": "lines", "title": title, "xlabel": depth, "ylabel": unit, "series": lines})
+    return panels
+
+
+def _milliseconds(row: Mapping[str, Any], part: str) -> float | None:
+    """The speed is a median over the repeats and the parts are sums, so the parts are taken as shares."""
+    seconds = row.get("seconds") or {}
+    total = sum(seconds.values())
+    return 1000 / row["tokens_per_second"] * seconds.get(part, 0.0) / total if total else None
+
+
+def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list[dict[str, Any]]:
+    """Several batch sizes, tree sizes or temperatures: each quantity along them, a line per method."""
+    everywhere = _values(rows, swept)
+
+    def series(label: str, name: str) -> dict[str, Any]:
+        mine = [row for row, its in zip(rows, labels) if its == label]
+        if all(row.get(swept) is None for row in mine):  # a method without it is as fast everywhere
+            return {**_series(mine[:1] * 2, label, [min(everywhere), max(everywhere)], name), "dashed": True}
+        mine = sorted((row for row in mine if row.get(swept) is not None), key=lambda row: row[swept])
+        return _series(mine, label, [row[swept] for row in mine], name)
+
+    def panel(title: str, unit: str, name: str, of: Iterable[str], **more: Any) -> dict[str, Any]:
+        scale = "linear" if swept == "temperature" else "log2"
+        lines = [series(label, name) for label in of]
+        return dict(kind="lines", title=title, xlabel=_SWEPT[swept], ylabel=unit, xscale=scale, series=lines, **more)
+
+    every = list(dict.fromkeys(labels))
+    others = list(dict.fromkeys(label for row, label in zip(rows, labels) if row["method"] != "plain")) or every
+    return [
+        panel("Speed", _SPEED, "tokens_per_second", every),
+        panel("Speedup", _SPEEDUP, "speedup", others, reference={"y": 1.0, "label": "plain generate"}),
+        panel("Tokens per forward of the target", _PER_FORWARD, "tokens_per_forward", others),
+        panel(
+            "Efficiency",
+            _EFFICIENCY,
+            "efficiency",
+            others,
+            reference={"y": 1.0, "label": "drafts cost nothing"},
+        ),
+    ]
+
+
+def _note(result: Mapping[str, Any]) -> str:
+    ranges = f"median of {result['repeats']} runs, with the lowest and the highest" if result["repeats"] > 1 else ""
+    what = [f"{result['num_prompts']} prompts, {result['max_new_tokens']} new tokens each", ranges]
+    where = [result.get("machine"), result.get("device"), result.get("dtype"), result.get("date")]
+    lines = [what, where, [result.get("command")]]
+    unlike = _values((row for row in result["rows"] if row.get("identical") is False), "method")
+    lines.append([f"other tokens than plain generate: {', '.join(unlike)}" if unlike else None])
+    skipped = {row["method"]: row["skipped"] for row in result["rows"] if row.get("skipped")}
+    lines.append([f"not measured everywhere: {method} ({reason})" for method, reason in skipped.items()])
+    return "\n".join("; ".join(str(part) for part in line if part) for line in lines if any(line))
+
+
+# ---------------------------------------------------------------------- training
+
+
+def _of_training(log: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `HeadMetrics` and `AcceptanceCallback` logged: held-out figures where there are, else the training's."""
+    if not any("head_0/top1" in key for entry in log for key in entry):
+        raise ValueError(
+            "this trainer_state.json was not written by CloverTrainer: its log has no `head_0/top1`, the accuracy of "
+            "the first head, so there is nothing to draw."
+        )
+    mode, where = ("eval_", "held-out text") if len(_logged(log, "eval_head_0/top1")) > 1 else ("", "training text")
+    heads, losses = [], []
+    while _logged(log, f"{mode}head_{len(heads)}/top1"):
+        name = f"{mode}head_{len(heads)}/top1"
+        heads.append(_curve(log, name, f"head {len(heads) + 1}"))
+    for name, label, dashed in (("loss", "training", False), ("eval_loss", "held-out", True)):
+        if _logged(log, name):
+            losses.append({**_curve(log, name, label), "dashed": dashed})
+    lengths = [
+        (f"{mode}acceptance_length/top1", "implied, chain", True),
+        (f"{mode}acceptance_length/top5", "implied, five children each", True),
+        ("eval_tokens_per_forward", "measured", False),
+    ]
+    lengths = [{**_curve(log, name, label), "dashed": dash} for name, label, dash in lengths if _logged(log, name)]
+    step = "training step"
+    panels = [
+        {"title": "Loss", "ylabel": "loss", "series": losses},
+        {"title": f"Top-1 accuracy, {where}", "ylabel": "share of positions", "series": heads},
+        {"title": f"Tokens per forward, {where}", "ylabel": _PER_FORWARD, "series": lengths},
+    ]
+    if _logged(log, "eval_speedup"):
+        series = [_curve(log, "eval_speedup", "measured")]
+        reference = {"y": 1.0, "label": "plain generate"}
+        panels.append({"title": "Speedup", "ylabel": _SPEEDUP, "series": series, "reference": reference})
+    panels = [{"kind": "lines", "xlabel": step, **panel} for panel in panels if panel["series"]]
+    return {"title": "Training of Clover heads", "note": "from trainer_state.json", "panels": panels}
+
+
+def _logged(log: list[Mapping[str, Any]], name: str) -> dict[int, float]:
+    """Step -> value; the last one where a step was logged twice."""
+    values = {entry["step"]: entry[name] for entry in log if entry.get(name) is not None}
+    return {step: value for step, value in sorted(values.items()) if math.isfinite(value)}
+
+
+def _curve(log: list[Mapping[str, Any]], name: str, label: str) -> dict[str, Any]:
+    values = _logged(log, name)
+    return {"label": label, "x": list(values), "y": list(values.values())}
+
+
+__all__ = ["KINDS", "figure_of"]

@@ -1,0 +1,443 @@
+"""Pictures of results: a figure given as data becomes a PNG, for light pages and for dark ones.
+
+Contract: `draw` knows no benchmark, experiment or training; whatever it draws is in the dictionary
+
+    {"title": ..., "note": small print under the figure, "panels": [
+      {"kind": "lines" | "bars", "title": ..., "xlabel": ..., "ylabel": ...,
+       "xscale": "linear" | "log2" | "log10",             # of lines; linear if absent
+       "reference": {"y": 1.0, "label": ...},             # optional: a line to compare with
+       "stacked": true,                                   # of bars: the series add up
+       "series": [{"label": ..., "x": [...], "y": [...],  # a y of None leaves that place empty
+                   "low": [...], "high": [...],           # optional: the range around each y
+                   "dashed": true}]}]}                    # of lines, optional
+
+The x of bars are names of categories, and a category takes room only for the series that have it. Bars lie, so that
+long names can be read. A label has the same colour in all panels. matplotlib's global state is neither used nor
+changed.
+"""
+
+import json
+import math
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .figures import figure_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_DPI = 175  # 1680 pixels at full width: two for each pixel of a column of text on the Hub
+_WIDE, _NARROW, _MARGIN = 9.6, 7.0, 0.15  # inches, as all lengths here
+_LINES_HEIGHT, _AROUND_BARS = 3.0, 1.05
+_BAR, _NAME, _GAP = 0.22, 0.32, 0.14  # a bar, the least room for a category's name, and between two
+_MARKED = 40  # points of a line; more of them would be a caterpillar
+_MARKERS = "osD^vPX*"
+THEMES = {
+    "light": {
+        "back": "#ffffff", "text": "#1f2328", "faint": "#59636e", "grid": "#e3e7eb", "plain": "#79828c",
+        "cycle": ["#0072b2", "#d55e00", "#009e73", "#b8578f", "#d39b00", "#4aa8dd", "#5b50a5", "#8a5a2b"],
+        "parts": ["#1d5b66", "#4f9da6", "#9fcfcf", "#d0d5db"],
+    },
+    "dark": {
+        "back": "#0d1117", "text": "#e6edf3", "faint": "#9aa4af", "grid": "#262c34", "plain": "#8d96a0",
+        "cycle": ["#4fa8e8", "#f5884a", "#2ec79b", "#e592c3", "#f0bc42", "#93d0f5", "#a59bee", "#c99f78"],
+        "parts": ["#8fd0d3", "#4b9aa3", "#2a6570", "#4a525c"],
+    },
+}  # fmt: skip
+# A method has its colour in every figure; what is not here takes the first colour that is free.
+_METHODS = {"clover-2": 0, "medusa": 1, "clover": 2, "prompt-lookup": 3, "assistant": 4}
+_PARTS = ("verify", "draft", "walk", "other")
+
+
+def draw(figure: Mapping[str, Any], path: str | os.PathLike, dark: bool = False) -> Path:
+    """Write `figure` to `path` as a PNG."""
+    _matplotlib()
+    theme = THEMES["dark" if dark else "light"]
+    with settings(theme):
+        return save(build(figure, theme), path)
+
+
+def plot(json_path: str | os.PathLike, out: str | os.PathLike | None = None) -> list[Path]:
+    """NAME.png and NAME-dark.png of NAME.json, beside it or in the folder `out`."""
+    json_path = Path(json_path)
+    try:
+        figure = figure_of(json.loads(json_path.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{json_path} is not JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{json_path}: {error}") from error
+    folder = json_path.parent if out is None else Path(out)
+    names = {f"{json_path.stem}.png": False, f"{json_path.stem}-dark.png": True}
+    return [draw(figure, folder / name, dark) for name, dark in names.items()]
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("Plots need matplotlib: pip install 'hf-clover[plot]'") from error
+    return matplotlib
+
+
+def save(page: "Figure", path: str | os.PathLike) -> Path:
+    """As a PNG of at most 256 colours, a third of the size."""
+    from PIL import Image  # which matplotlib needs too
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    page.canvas.draw()
+    image = Image.frombytes("RGBA", page.canvas.get_width_height(), page.canvas.buffer_rgba()).convert("RGB")
+    image.quantize(256, dither=Image.Dither.NONE).save(path, format="png", optimize=True)
+    return path
+
+
+def settings(theme: Mapping[str, Any]) -> Any:
+    """matplotlib's own defaults, whatever the user's are, in these colours."""
+    matplotlib = _matplotlib()
+    default = {name: value for name, value in matplotlib.rcParamsDefault.items() if name != "backend"}  # the user's
+    colours = {
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), theme["back"]),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), theme["text"]),
+        **dict.fromkeys(("xtick.color", "ytick.color"), theme["faint"]),
+        "axes.edgecolor": theme["faint"],
+        "grid.color": theme["grid"],
+    }
+    sizes = {"font.size": 9, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.labelsize": 9}
+    look = {"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+    return matplotlib.rc_context({**default, **colours, **sizes, **look})
+
+
+# ---------------------------------------------------------------------- the page
+
+
+@dataclass
+class _Drawn:
+    """A panel on the page, with what its legend has to say."""
+
+    axes: "Axes"
+    title: str
+    series: dict[str, Any] = field(default_factory=dict)  # label -> artist
+    reference: dict[str, Any] = field(default_factory=dict)
+
+
+def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
+    """The page: title, legend, panels in at most two columns, small print."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = figure["panels"]
+    columns = min(2, len(panels))
+    rows = [panels[first : first + columns] for first in range(0, len(panels), columns)]
+    heights = [max(map(_height, row)) for row in rows]
+    width = _WIDE if columns == 2 else _NARROW
+    page = Figure(figsize=(width, sum(heights)), dpi=_DPI, layout="constrained")
+    FigureCanvasAgg(page)
+    grid, looks = page.add_gridspec(len(rows), columns, height_ratios=heights), _looks(panels, theme)
+    drawn: list[list[_Drawn]] = []
+    for number, row in enumerate(rows):
+        spans = range(columns) if len(row) == columns else [slice(None)]  # the last one alone takes the whole row
+        places = [_places(panel) for panel in row]
+        is_named = len(row) == 2 and list(places[0]) == list(places[1]) != []
+        if is_named:  # the left panel names the categories of both, so they stand at the same height
+            places = [{category: max(count, places[1][category]) for category, count in places[0].items()}] * 2
+        axes = [page.add_subplot(grid[number, span]) for span in spans]
+        drawn.append([_draw(*it, looks) for it in zip(axes, row, places)])
+        axes[-1].tick_params(labelleft=not is_named)
+
+    inside = width - 2 * _MARGIN
+    above = [_fitted(figure.get("title", ""), inside, lambda s: page.text(0, 0, s, fontsize=13, weight="bold"))]
+    above.append(_shared_legend(page, [panel for row in drawn for panel in row], inside))
+    small = {"fontsize": 7.5, "color": theme["faint"]}
+    note = _fitted(figure.get("note", ""), inside, lambda s: page.text(0, 0, s, **small))
+    head = _MARGIN + sum(_inches(artist)[1] + _MARGIN for artist in above if artist)
+    foot = _MARGIN + (_inches(note)[1] + _MARGIN if note else 0)
+    total = head + sum(heights) + foot
+    page.set_size_inches(width, total)
+    top = total - _MARGIN
+    for artist in filter(None, above):
+        _put(artist, _MARGIN / width, top / total)
+        top -= _inches(artist)[1] + _MARGIN
+    if note:
+        _put(note, _MARGIN / width, (foot - _MARGIN) / total)
+    room = (_MARGIN / width, foot / total, inside / width, sum(heights) / total)
+    page.get_layout_engine().set(rect=room, w_pad=0.06, h_pad=0.08, wspace=0.05, hspace=0.02)
+
+    page.draw_without_rendering()  # now the panels have their widths
+    for row in drawn:
+        legends = [_own_legend(panel) for panel in row]
+        pad = 7 + max((72 * _inches(legend)[1] + 4 for legend in legends if legend), default=0)
+        for panel in row:
+            _fitted(panel.title, _width(panel.axes), partial(panel.axes.set_title, loc="left", pad=pad))
+    page.draw_without_rendering()
+    for panel in (panel for row in drawn for panel in row):
+        _thin_out(panel.axes)
+    return page
+
+
+def _height(panel: Mapping[str, Any]) -> float:
+    if panel["kind"] != "bars":
+        return _LINES_HEIGHT
+    return _AROUND_BARS + sum(max(count * _BAR, _NAME) + _GAP for count in _places(panel).values())
+
+
+def _places(panel: Mapping[str, Any]) -> dict[str, int]:
+    """Category -> how many bars it has side by side, from the top; nothing for lines."""
+    if panel["kind"] != "bars":
+        return {}
+    counts = Counter(x for series in panel["series"] for x in series["x"])
+    return dict.fromkeys(counts, 1) if panel.get("stacked") else dict(counts)
+
+
+def _inches(artist: Any) -> tuple[float, float]:
+    box = artist.get_window_extent(artist.get_figure(root=True).canvas.get_renderer())
+    return box.width / _DPI, box.height / _DPI
+
+
+def _width(axes: "Axes") -> float:
+    return axes.get_window_extent().width / _DPI
+
+
+def _put(artist: Any, x: float, y: float) -> None:
+    """The upper left corner, in fractions of the page."""
+    if hasattr(artist, "set_bbox_to_anchor"):
+        artist.set_bbox_to_anchor((x, y))
+    else:
+        artist.set(x=x, y=y, va="top", ha="left")
+
+
+def _fitted(text: str, width: float, make: Callable[[str], Any]) -> Any:
+    """The text in as few lines as it needs to be no wider than so many inches; its own line breaks stay."""
+    if not text:
+        return None
+    ways = [[textwrap.fill(line, n, break_on_hyphens=False) for line in text.splitlines()] for n in range(200, 8, -4)]
+    for words in dict.fromkeys("\n".join(lines) for lines in ways):
+        artist = make(words)
+        artist.set_linespacing(1.35)
+        if _inches(artist)[0] <= width:
+            break
+        if artist.axes is None:  # a panel's title replaces the one before it
+            artist.remove()
+    return artist
+
+
+def _looks(panels: list[Mapping[str, Any]], theme: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Label -> colour and marker: those of its method, or else the first that nothing beside it has."""
+    labels = dict.fromkeys(series["label"] for panel in panels for series in panel["series"])
+    known = dict(zip(_PARTS, theme["parts"])) | {"plain": theme["plain"]}
+    looks = {label: (known[label], ".") for label in labels if label in known}
+    free = dict(enumerate(zip(theme["cycle"], _MARKERS)))
+    every = list(free.values())
+    for label in labels:
+        place = _METHODS.get(re.split("[:, ]", label)[0])
+        if place in free and label not in looks:
+            looks[label] = free.pop(place)
+    for label in labels:
+        if label not in looks:
+            beside = [names for names in ({s["label"] for s in panel["series"]} for panel in panels) if label in names]
+            seen = [looks[name] for name in set().union(*beside) if name in looks]
+            looks[label] = min(every, key=seen.count)
+    return looks
+
+
+# ---------------------------------------------------------------------- legends and labels
+
+
+def _shared_legend(page: "Figure", panels: list[_Drawn], width: float) -> Any:
+    """One legend for all panels, where one of them shows all series that there are."""
+    fullest = max(panels, key=lambda panel: len(panel.series)).series
+    if sum(len(panel.series) > 0 for panel in panels) < 2 or len(fullest) < 2:
+        return None
+    if any(panel.series.keys() - fullest.keys() for panel in panels):
+        return None
+    for panel in panels:
+        panel.series = {}
+    return _legend(page, fullest, width, loc="upper left", borderaxespad=0)
+
+
+def _own_legend(panel: _Drawn) -> Any:
+    """Between the title and the panel, so that it covers nothing."""
+    entries = {**panel.series, **panel.reference}
+    return _legend(panel.axes, entries, _width(panel.axes), loc="lower left", borderaxespad=0.3) if entries else None
+
+
+def _legend(parent: Any, entries: Mapping[str, Any], width: float, **where: Any) -> Any:
+    """In as few rows as there is room for."""
+    for rows in range(1, len(entries) + 1):
+        legend = parent.legend(
+            list(entries.values()), list(entries), ncols=math.ceil(len(entries) / rows), bbox_to_anchor=(0, 1),
+            frameon=False, fontsize=8.5, borderpad=0, handlelength=1.6, columnspacing=1.2, labelspacing=0.3, **where,
+        )  # fmt: skip
+        if _inches(legend)[0] <= width or rows == len(entries):
+            return legend
+        legend.remove()
+
+
+def _thin_out(axes: "Axes") -> None:
+    """Of ticks that stand where the values are, leave out those whose labels would touch."""
+    from matplotlib.ticker import FixedLocator
+
+    if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):
+        return
+    kept, end = [], -math.inf
+    for place, label in zip(axes.get_xticks(), axes.get_xticklabels()):
+        box = label.get_window_extent()
+        if box.x0 > end + 0.03 * _DPI:
+            kept.append(place)
+            end = box.x1
+    axes.set_xticks(kept)
+
+
+def _number(value: float) -> str:
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return (
+        f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.01 or not value else f"{value:.2g}"
+    )
+
+
+# ---------------------------------------------------------------------- panels
+
+
+def _draw(
+    axes: "Axes", panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
+) -> _Drawn:
+    drawn = _Drawn(axes, panel["title"])
+    if panel["kind"] == "lines":
+        _draw_lines(drawn, panel, looks)
+    elif panel["kind"] == "bars":
+        _draw_bars(drawn, panel, places, looks)
+    else:
+        raise ValueError(f"`kind={panel['kind']!r}` of the panel {panel['title']!r}: it must be 'lines' or 'bars'.")
+    if "reference" in panel:
+        line = axes.axvline if panel["kind"] == "bars" else axes.axhline
+        drawn.reference[panel["reference"]["label"]] = line(
+            panel["reference"]["y"],
+            color=axes.spines["left"].get_edgecolor(),
+            linewidth=1.1,
+            linestyle=(0, (4, 3)),
+            zorder=1.5,
+        )
+    return drawn
+
+
+def _draw_lines(drawn: _Drawn, panel: Mapping[str, Any], looks: Mapping[str, tuple[str, str]]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+
+    axes, places = drawn.axes, set()
+    for series in panel["series"]:
+        colour, marker = looks[series["label"]]
+        points = [i for i, y in enumerate(series["y"]) if y is not None]
+        x, y = [series["x"][i] for i in points], [series["y"][i] for i in points]
+        places.update(x)
+        drawn.series[series["label"]] = axes.plot(
+            x, y, color=colour, linewidth=1.7, linestyle="--" if series.get("dashed") else "-",
+            marker=None if series.get("dashed") or len(x) > _MARKED else marker, markersize=4.5, zorder=3,
+        )[0]  # fmt: skip
+        if "low" in series:
+            low, high = [series["low"][i] for i in points], [series["high"][i] for i in points]
+            axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
+    axes.grid(True, linewidth=0.8)
+    axes.margins(x=0.03)
+    if 0 <= axes.dataLim.y0 < axes.dataLim.y1 / 3:
+        axes.set_ylim(bottom=0)  # nothing is hidden by beginning elsewhere
+    axes.set_xlabel(textwrap.fill(panel.get("xlabel", ""), 60))
+    axes.set_ylabel(textwrap.fill(panel.get("ylabel", ""), 34))
+    scale = panel.get("xscale", "linear")
+    if scale != "linear":
+        axes.set_xscale("log", base=int(scale.removeprefix("log")))
+        axes.xaxis.set_minor_locator(NullLocator())
+    if scale != "linear" or len(places) <= 4:
+        axes.set_xticks(sorted(places))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    elif all(float(x).is_integer() for x in places):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_bars(
+    drawn: _Drawn, panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
+) -> None:
+    axes, counts, stacked = drawn.axes, _places(panel), bool(panel.get("stacked"))
+    tops, middles, top = {}, {}, 0.0
+    for category, count in places.items():  # downwards, in inches
+        room = max(count * _BAR, _NAME) + _GAP
+        middles[category] = top + room / 2
+        tops[category] = middles[category] - counts[category] * _BAR / 2
+        top += room
+    taken, ends = Counter(), dict.fromkeys(counts, 0.0)
+    values = [y for series in panel["series"] for y in series.get("high", series["y"]) if y is not None]
+    sums = {c: sum(y or 0 for s in panel["series"] for x, y in zip(s["x"], s["y"]) if x == c) for c in counts}
+    if stacked:
+        values = list(sums.values())
+    most = max([*values, panel.get("reference", {}).get("y", 0.0)], default=1.0) or 1.0
+    for series in panel["series"]:
+        colour = looks[series["label"]][0]
+        for i, (category, value) in enumerate(zip(series["x"], series["y"])):
+            place = tops[category] + (0.5 + (0 if stacked else taken[category])) * _BAR
+            taken[category] += 1
+            if value is None:
+                if not stacked:
+                    _write(axes, "–", 0, place)
+                continue
+            start = ends[category] if stacked else 0.0
+            bar = axes.barh(place, value, _BAR * 0.82, left=start, color=colour, zorder=2)
+            drawn.series.setdefault(series["label"], bar)
+            ends[category] = start + value
+            if stacked:
+                if value > 0.09 * most and value < sums[category]:
+                    axes.text(
+                        start + value / 2, place, _number(value), ha="center", va="center_baseline", fontsize=7.5,
+                        color="#ffffff" if _is_deep(colour) else "#1f2328", zorder=4,
+                    )  # fmt: skip
+                continue
+            end = value
+            if "low" in series:
+                low, end = series["low"][i], max(series["high"][i], value)
+                axes.plot([low, end], [place, place], color=axes.yaxis.label.get_color(), linewidth=1.1, zorder=3)
+            _write(axes, _number(value), end, place)
+    if stacked:
+        for category, end in ends.items():
+            _write(axes, _number(end) if end else "–", end, middles[category])
+    if len(panel["series"]) == 1 or all(set(series["x"]) == {series["label"]} for series in panel["series"]):
+        drawn.series = {}  # each bar is named where it stands
+    axes.set_xlim(min([0.0, *values]), most * 1.16)
+    axes.set_ylim(top, 0)
+    axes.set_yticks(list(middles.values()), [_wrapped(category) for category in middles])
+    axes.tick_params(axis="y", length=0, labelcolor=axes.yaxis.label.get_color())
+    axes.grid(True, axis="x", linewidth=0.8)
+    axes.set_xlabel(textwrap.fill(panel.get("ylabel", ""), 60))
+    axes.set_ylabel(textwrap.fill(panel.get("xlabel", ""), 40))
+
+
+def _write(axes: "Axes", text: str, x: float, y: float) -> None:
+    axes.annotate(text, (x, y), (3, 0), textcoords="offset points", va="center_baseline", fontsize=8, zorder=4)
+
+
+def _is_deep(colour: str) -> bool:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
+
+
+def _wrapped(name: str, columns: int = 24) -> str:
+    """A long name in as few lines as it needs, of much the same length, broken where names have joints."""
+
+    def broken(columns: int) -> list[str]:
+        lines = [""]
+        for part in re.findall(r"[^\s:/,]*[\s:/,]*", name):
+            if lines[-1] and len((lines[-1] + part).rstrip()) > columns:
+                lines.append("")
+            lines[-1] += part
+        return [line.rstrip() for line in lines]
+
+    every = [broken(width) for width in range(8, columns + 1)]
+    return "\n".join(next(lines for lines in every if len(lines) == len(every[-1])))
+
+
+__all__ = ["draw", "figure_of", "plot"]

@@ -1,0 +1,290 @@
+"""Pictures of results: what is drawn of each kind of result, and that everything on a page can be read."""
+
+import json
+import runpy
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import matplotlib
+import pytest
+from PIL import Image
+
+from hf_clover import plots
+from hf_clover.plots import THEMES, draw, figure_of, plot, settings
+
+ROOT = Path(__file__).parent.parent
+METHODS = ("plain", "clover-2", "medusa", "prompt-lookup", "assistant:my-org/some-model-0.5b")
+
+
+def row(method, **setting):
+    is_heads = method in ("clover-2", "medusa")
+    place = METHODS.index(method)
+    return {
+        "method": method, "nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic",
+        "tokens_per_second": 100.0 + place, "tokens_per_second_range": [90.0, 120.0],
+        "tokens_per_forward": 1.0 + place, "speedup": 1.0 + place / 2,
+        "speedup_range": [0.9 + place / 2, 1.2 + place / 2], "efficiency": (1 + place / 2) / (1 + place),
+        "seconds": {"draft": 1.0, "verify": 6.0, "walk": 1.0, "other": 2.0} if is_heads else {"other": 9.0},
+        "acceptance_by_depth": [0.8, 0.5, 0.2] if is_heads else [], "identical": True, "skipped": None, **setting,
+    }  # fmt: skip
+
+
+def benchmark(rows):
+    return {
+        "kind": "benchmark", "target": "target", "prompts": "stand-in", "num_prompts": 8, "max_new_tokens": 128,
+        "repeats": 3, "dtype": "float32", "device": "cpu", "machine": "a processor, 2 cores",
+        "command": "hf-clover benchmark " + "--against assistant:my-org/some-model-0.5b " * 5, "date": "2026-01-01",
+        "rows": rows,
+    }  # fmt: skip
+
+
+def training(evaluated=True):
+    log = []
+    for step in range(10, 110, 10):
+        heads = {f"head_{i}/top{k}": step / 200 - i / 50 for i in range(3) for k in range(1, 6)}
+        heads |= {f"acceptance_length/top{k}": 1 + step / 100 for k in range(1, 6)}
+        log.append({"step": step, "loss": float("nan") if step == 10 else 100 / step, **heads})
+        if evaluated and step % 50 == 0:
+            log.append({"step": step, "eval_loss": 110 / step, **{f"eval_{k}": v for k, v in heads.items()}})
+            log.append({"step": step, "eval_tokens_per_forward": 2.0, "eval_speedup": 1.5, "eval_efficiency": 0.75})
+    return {"log_history": log}
+
+
+NAMES = [f"without the part number {i}, as in the second paper" for i in range(10)]
+GROUPED = {
+    "title": "A title so long that it cannot stand in one line, however small the letters of a title may be made",
+    "note": "small print",
+    "panels": [
+        {
+            "kind": "bars", "title": "Accuracy", "ylabel": "share",
+            "series": [{"label": f"head {h}", "x": NAMES, "y": [0.5] * 9 + [None]} for h in (1, 2, 3)],
+        },
+        {"kind": "bars", "title": "Gain", "ylabel": "times", "series": [{"label": "ours", "x": NAMES, "y": [2] * 10}]},
+        {
+            "kind": "lines", "title": "Rate", "xlabel": "learning rate", "ylabel": "tokens", "xscale": "log10",
+            "series": [{"label": "a", "x": [1e-4, 1.1e-4, 1.2e-4, 3e-4, 1e-3], "y": [1, 2, None, 4, 5]}],
+        },
+    ],
+}  # fmt: skip
+SWEEP = [row(m, batch_size=b) for b in (1, 2, 4, 8, 16, 32, 48) for m in METHODS[:4]]
+NODES = [row("clover-2", nodes=n, tree=t) for n in (2, 4, 8, 16, 32, 64) for t in ("global", "levels", "chain")]
+RESULTS = {
+    "one setting": benchmark([row(method) for method in METHODS]),
+    "batch sizes": benchmark(SWEEP),
+    "tree sizes": benchmark([row("plain"), *NODES]),
+    "temperatures": benchmark([row(m, temperature=t) for t in (0.0, 0.7, 1.0) for m in METHODS[:2]]),
+    "training": training(),
+    "experiment": {"kind": "experiment", "figure": GROUPED},
+}
+
+
+def page_of(figure, mode="light"):
+    with settings(THEMES[mode]):
+        page = plots.build(figure, THEMES[mode])
+        page.canvas.draw()
+    return page
+
+
+@pytest.fixture(scope="module")
+def pages():
+    return {name: page_of(figure_of(result)) for name, result in RESULTS.items()}
+
+
+def labels_of(legend):
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def panel(page, title):
+    return next(axes for axes in page.axes if axes.get_title(loc="left").replace("\n", " ").startswith(title))
+
+
+def seen_texts(page):
+    """Every word on the page: titles, labels, legends, small print, values, and the ticks inside their panels."""
+    texts = [*page.texts, *(text for legend in page.legends for text in legend.get_texts())]
+    for axes in page.axes:
+        legend = axes.get_legend()
+        texts += [
+            *axes.texts,
+            axes.xaxis.label,
+            axes.yaxis.label,
+            axes._left_title,
+            *(legend.get_texts() if legend else ()),
+        ]
+        for axis, place, is_shown in (
+            (axes.xaxis, 0, axes.xaxis.get_tick_params()["labelbottom"]),
+            (axes.yaxis, 1, axes.yaxis.get_tick_params()["labelleft"]),
+        ):
+            low, high = sorted(axis.get_view_interval())
+            texts += [t for t in axis.get_ticklabels() if is_shown and low <= t.get_position()[place] <= high]
+    return [text for text in texts if text.get_text()]
+
+
+def assert_readable(page, texts, slack=2):
+    """No words on words, up to so many pixels of the room around letters; none over the edge of the page."""
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+    for (one, a), (other, b) in combinations(boxes, 2):
+        assert min(a.x1, b.x1) - max(a.x0, b.x0) < slack or min(a.y1, b.y1) - max(a.y0, b.y0) < slack, (one, other)
+    for words, box in boxes:
+        assert min(box.x0, box.y0, page.bbox.x1 - box.x1, page.bbox.y1 - box.y1) >= 0, words
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_no_words_overlap_and_none_is_cut_off(pages, name):
+    assert_readable(pages[name], seen_texts(pages[name]))
+
+
+def test_the_check_of_readability_sees_an_overlap():
+    page = page_of(GROUPED)
+    page.text(*page.transFigure.inverted().transform(page.axes[0]._left_title.get_window_extent().p0), "across")
+    with pytest.raises(AssertionError, match="across"):
+        assert_readable(page, seen_texts(page))
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_every_panel_says_what_it_shows_and_no_legend_covers_it(pages, name):
+    page = pages[name]
+    for axes in page.axes:
+        assert axes.get_title(loc="left")
+        assert axes.get_xlabel() or axes.get_ylabel()
+        for legend in [*page.legends, axes.get_legend()]:
+            assert legend is None or not legend.get_window_extent().shrunk(0.99, 0.9).overlaps(axes.bbox)
+
+
+def test_one_setting_is_bars_that_carry_their_values(pages):
+    page = pages["one setting"]
+    speedup = panel(page, "Speedup")
+    assert labels_of(speedup.get_legend()) == ["plain generate"]
+    assert {"1.00", "1.50", "2.00", "2.50", "3.00"} <= {text.get_text() for text in speedup.texts}
+    assert [text.get_text() for text in speedup.get_yticklabels()][-1] == "assistant:my-org/\nsome-model-0.5b"
+    assert len(speedup.lines) == len(METHODS) + 1  # the ranges and the reference
+    parts = panel(page, "Where the time")
+    assert labels_of(parts.get_legend()) == ["verify", "draft", "walk", "other"]
+    ends = [patch.get_x() + patch.get_width() for patch in parts.patches]
+    assert max(ends) == pytest.approx(10.0)  # plain: 1000 ms / 100 tokens
+    assert labels_of(panel(page, "Acceptance").get_legend()) == ["clover-2", "medusa"]
+
+
+def test_a_sweep_is_lines_with_one_legend_and_ticks_where_the_values_are(pages):
+    page = pages["batch sizes"]
+    assert labels_of(page.legends[0]) == list(METHODS[:4])
+    speed = panel(page, "Speed")
+    assert speed.get_legend() is None
+    assert speed.get_xlabel() == "batch size"
+    assert [t.get_text() for t in speed.get_xticklabels()] == ["1", "2", "4", "8", "16", "32", "48"]
+    assert len(speed.collections) == 4  # the ranges
+    assert labels_of(panel(page, "Speedup").get_legend()) == ["plain generate"]
+
+
+def test_tree_sizes_are_a_line_per_builder_beside_plain(pages):
+    page = pages["tree sizes"]
+    builders = [f"clover-2, {tree}" for tree in ("global tree", "levels tree", "chain")]
+    assert labels_of(page.legends[0]) == ["plain", *builders]
+    plain, *rest = panel(page, "Speed").lines
+    assert plain.get_xdata().tolist() == [2, 64]
+    assert all(line.get_xdata().tolist() == [2, 4, 8, 16, 32, 64] for line in rest)
+
+
+def test_training_shows_held_out_figures_where_there_are(pages):
+    page = pages["training"]
+    assert labels_of(panel(page, "Loss").get_legend()) == ["training", "held-out"]
+    assert panel(page, "Loss").lines[0].get_xdata()[0] == 20  # the loss that was no number is left out
+    accuracy = panel(page, "Top-1 accuracy, held-out text")
+    assert labels_of(accuracy.get_legend()) == ["head 1", "head 2", "head 3"]
+    assert accuracy.lines[0].get_xdata().tolist() == [50, 100]
+    assert "measured" in labels_of(panel(page, "Tokens per forward").get_legend())
+    without = figure_of(training(evaluated=False))
+    assert [p["title"] for p in without["panels"]] == [
+        "Loss",
+        "Top-1 accuracy, training text",
+        "Tokens per forward, training text",
+    ]
+
+
+def test_a_method_has_the_same_colour_everywhere(pages):
+    colours = set()
+    for name in ("batch sizes", "temperatures"):
+        for axes in pages[name].axes:
+            colours |= {line.get_color() for line in axes.lines if line.get_marker() == "o"}
+    assert colours == {THEMES["light"]["cycle"][0]}
+
+
+def test_what_was_not_measured_is_said_under_the_figure():
+    reason = "no batches above 1"
+    rows = [row("plain"), row("clover-2", identical=False), {**row("medusa"), "skipped": reason}]
+    figure = figure_of(benchmark(rows))
+    assert f"medusa ({reason})" in figure["note"]
+    assert "other tokens than plain generate: clover-2" in figure["note"]
+    assert [series["label"] for series in figure["panels"][0]["series"]] == ["plain", "clover-2"]
+
+
+def test_plot_writes_a_light_and_a_dark_picture(tmp_path):
+    source = tmp_path / "result.json"
+    source.write_text(json.dumps(RESULTS["one setting"]))
+    light, dark = plot(source)
+    assert (light, dark) == (tmp_path / "result.png", tmp_path / "result-dark.png")
+    corners = [Image.open(path).convert("RGB").getpixel((2, 2)) for path in (light, dark)]
+    assert corners == [(255, 255, 255), (13, 17, 23)]
+    assert all(path.stat().st_size < 200_000 for path in (light, dark))
+    assert plot(source, tmp_path / "a" / "b")[0] == tmp_path / "a" / "b" / "result.png"
+
+
+def test_the_users_matplotlib_is_left_alone(tmp_path):
+    before = dict(matplotlib.rcParams.copy())
+    backend = matplotlib.get_backend(auto_select=False)
+    draw(RESULTS["experiment"]["figure"], tmp_path / "x.png", dark=True)
+    assert dict(matplotlib.rcParams.copy()) == before
+    assert matplotlib.get_backend(auto_select=False) == backend
+
+
+def test_drawing_is_not_imported_before_something_is_drawn():
+    code = "import sys, hf_clover.plots; sys.exit(bool({'matplotlib', 'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{}", r"thing\.json: there is nothing here to draw.*hf-clover benchmark.*experiments.*trainer_state\.json"),
+        ("[1]", r"thing\.json: there is nothing here to draw"),
+        ("no", r"thing\.json is not JSON"),
+        ('{"log_history": [{"step": 1, "loss": 2.0}]}', r"thing\.json: .* not written by CloverTrainer"),
+        (
+            '{"kind": "benchmark", "rows": [{"method": "plain", "skipped": "too large"}]}',
+            r"thing\.json: no method of this benchmark could be measured.*too large",
+        ),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(tmp_path, content, said):
+    path = tmp_path / "thing.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=said):
+        plot(path)
+
+
+def test_an_unknown_panel_is_refused(tmp_path):
+    figure = {"panels": [{"kind": "pie", "title": "Shares", "series": []}]}
+    with pytest.raises(ValueError, match=r"`kind='pie'` of the panel 'Shares'.*'lines' or 'bars'"):
+        draw(figure, tmp_path / "x.png")
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf-clover\[plot\]'"):
+        draw(GROUPED, tmp_path / "x.png")
+
+
+def test_the_picture_of_how_it_works(tmp_path):
+    example = runpy.run_path(str(ROOT / "examples" / "pictures.py"))
+    example["main"](["--out", str(tmp_path)])
+    for name in ("how_it_works.png", "how_it_works-dark.png"):
+        assert (tmp_path / name).stat().st_size < 200_000
+        assert (ROOT / "examples" / "pictures" / name).exists()
+    tree = example["TREE"]
+    assert all(node.parent is None or tree[node.parent].depth == node.depth - 1 for node in tree)
+    assert all(node.parent is None or tree[node.parent].agreed for node in tree if node.agreed)
+    with settings(THEMES["light"]):
+        page = example["how_it_works"]()
+        page.canvas.draw()
+    assert_readable(page, page.axes[0].texts, slack=5)
