@@ -89,7 +89,7 @@ def parse_method(text: str, target: PreTrainedModel) -> Method:
     if name == "assistant":
         assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
         return Method(text, {"assistant_model": assistant}, is_exact=False)
-    return with_heads(CloverHeads.from_pretrained(path).to(target.device), name)
+    return with_heads(CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device), name)
 
 
 # ---------------------------------------------------------------------- one run

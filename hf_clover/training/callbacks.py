@@ -6,10 +6,9 @@ signals; both act through transformers' callback events and neither knows losses
 
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ..live import StepRecord
 from ..target_parts import unwrap
 from .data import prompts_of
 
@@ -147,26 +147,17 @@ class AcceptanceCallback(TrainerCallback):
     def _generate(self, prompt: list[int], heads: Any, max_new_tokens: int) -> dict[str, Any]:
         target = unwrap(self.trainer.teacher.model).eval()
         input_ids = torch.tensor([prompt], device=self.trainer.accelerator.device)
-        record = _StepRecord()
-        hook = target.register_forward_pre_hook(record.new_step)
-        start = time.perf_counter()
-        try:
-            out = target.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                assistant_model=heads,
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                pad_token_id=self.trainer.processing_class.pad_token_id,
-                streamer=record,
-                return_dict_in_generate=True,
-            )
-            new_tokens = len(out.sequences[0].tolist()) - len(prompt)  # waits for the device
-        finally:
-            hook.remove()
-        seconds = time.perf_counter() - start
-        return {"out": out, "seconds": seconds, "new_tokens": new_tokens, "steps": record.steps}
+        record = StepRecord()
+        out = record.generate(
+            target,
+            {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)},
+            heads,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            pad_token_id=self.trainer.processing_class.pad_token_id,
+        )
+        return {"out": out, "seconds": record.seconds, "new_tokens": len(record.tokens), "steps": record.steps}
 
     def _marked(self, prompt: list[int], steps: list[list[int]]) -> str:
         """Of the tokens of one step all but the last were drafted: the last is the target's own."""
@@ -206,26 +197,6 @@ class _Generation:
             "speedup": speedup,
             "efficiency": speedup / max(tokens_per_forward, 1e-9),
         }
-
-
-@dataclass
-class _StepRecord:
-    """A streamer that also hears of the target's forwards: the tokens that came out of each."""
-
-    steps: list[list[int]] = field(default_factory=list)
-    _has_seen_prompt: bool = False
-
-    def new_step(self, *_: Any) -> None:
-        self.steps.append([])
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._has_seen_prompt:
-            self.steps = self.steps or [[]]
-            self.steps[-1] += value.flatten().tolist()
-        self._has_seen_prompt = True
-
-    def end(self) -> None:
-        pass
 
 
 class StopOnInterrupt(TrainerCallback):

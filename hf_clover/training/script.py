@@ -35,7 +35,8 @@ class TargetModelConfig(ModelConfig):
 
 
 def make_parser(prog: str | None = None) -> TrlParser:
-    return TrlParser((ScriptArguments, CloverTrainingConfig, TargetModelConfig), prog=prog)
+    example = f"Example: {prog or 'train.py'} --config examples/configs/qwen3-0.6b.yaml"
+    return TrlParser((ScriptArguments, CloverTrainingConfig, TargetModelConfig), prog=prog, epilog=example)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTrainer:

@@ -45,6 +45,7 @@ def test_train_has_the_flags_of_trl():
         "--loss_type",
         "--lora_r",
         "usage: hf-clover train",
+        "Example: hf-clover train --config",
     ):
         assert flag in said.stdout
 

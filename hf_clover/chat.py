@@ -1,0 +1,165 @@
+"""A conversation with a target, and the loop that holds it in a terminal.
+
+Contract: a `Conversation` is the ids of everything said and the cache of them. A turn gives the target what is new,
+and the heads' memory goes on with the cache; the tokens are those of plain generate on the whole conversation. An
+answer that is broken off, by whatever exception, stays said as far as it got, and the next turn goes on from there.
+`chat` knows lines and keys, not models.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .live import LiveStreamer, StepRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HELP = """\
+/clear   forget what was said and begin anew
+/help    this text
+/exit    leave; Ctrl-D does so too
+Ctrl-C   stop the answer; what was said stays said\
+"""
+
+
+class ConversationFull(ValueError):
+    """The target has no positions left."""
+
+
+class Conversation:
+    """With a chat template: messages. Without: one text, which the target continues wherever a turn leaves it.
+
+    Args:
+        target, tokenizer, heads: As for `generate`; without heads it is plain generate that answers.
+        max_new_tokens (`int`): The longest answer.
+        options: Further keywords for `generate`.
+    """
+
+    def __init__(
+        self,
+        target: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        heads: Any = None,
+        max_new_tokens: int = 512,
+        **options: Any,
+    ) -> None:
+        self.target, self.tokenizer, self.heads = target, tokenizer, heads
+        self.max_new_tokens, self.options = max_new_tokens, options
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages: list[dict[str, str]] = []
+        self.ids: list[int] = []
+        self.cache: Any = None  # of the first ids, all of them or fewer
+
+    def answer(self, text: str, record: StepRecord) -> Any:
+        """One turn, watched by `record`. Returns generate's output."""
+        ids = self._asked(text)
+        room = self._room(ids)
+        cache, self.cache = self._matching(ids), None  # while the target works, its cache is in no state to go on from
+        input_ids = torch.tensor([ids], device=self.target.device)
+        inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        try:
+            out = record.generate(
+                self.target, inputs, self.heads, past_key_values=cache, max_new_tokens=room, **self.options
+            )
+            self.cache = out.past_key_values
+        finally:
+            self._said(text, ids, record.tokens)
+        return out
+
+    def _asked(self, text: str) -> list[int]:
+        """The ids of the conversation up to the answer that is wanted."""
+        if self.tokenizer.chat_template is not None:
+            messages = [*self.messages, {"role": "user", "content": text}]
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        if not self.ids:
+            return self.tokenizer(text)["input_ids"]
+        is_mid_line = not self.tokenizer.decode(self.ids[-8:]).endswith("\n")
+        return self.ids + self.tokenizer("\n" * is_mid_line + text, add_special_tokens=False)["input_ids"]
+
+    def _room(self, ids: list[int]) -> int:
+        most = getattr(self.target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if most is None:
+            return self.max_new_tokens
+        if len(ids) >= most:
+            raise ConversationFull(
+                f"the conversation has {len(ids)} tokens and the target is made for {most}: /clear begins a new one"
+            )
+        return min(self.max_new_tokens, most - len(ids))
+
+    def _matching(self, ids: list[int]) -> Any:
+        """The cache as far as it is one of `ids`: a template may write what was said in another way."""
+        if self.cache is None:
+            return None
+        known = self.cache.get_seq_length()
+        same = next((i for i, (a, b) in enumerate(zip(self.ids, ids)) if a != b), min(len(self.ids), len(ids)))
+        if known <= min(same, len(ids) - 1):
+            return self.cache
+        if not same or any(type(layer) is not DynamicLayer for layer in self.cache.layers):
+            return None  # a window or a recurrent state cannot be cut
+        cut = DynamicCache()
+        for index, layer in enumerate(self.cache.layers):
+            cut.update(layer.keys[:, :, :same].clone(), layer.values[:, :, :same].clone(), index)
+        return cut
+
+    def _said(self, text: str, ids: list[int], tokens: list[int]) -> None:
+        if not tokens:  # broken off before there was an answer: nothing was said
+            self.cache = None
+            return
+        answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        if self.tokenizer.chat_template is None and tokens[-1] in self._ends():
+            tokens = tokens[:-1]  # the text goes on
+        self.ids = ids + tokens
+
+    def _ends(self) -> list[int]:
+        ends = self.target.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [ends]
+
+
+def chat(conversation: Conversation, console: "Console", read: Callable[[], str]) -> None:
+    """Until /exit or the end of what `read` gives (EOFError)."""
+    kind = "chat" if conversation.tokenizer.chat_template is not None else "no chat template: your text is continued"
+    console.print(f"{kind}; /help lists the commands", style="dim", highlight=False)
+    while True:
+        try:
+            line = read()
+        except EOFError:
+            console.print()
+            return
+        except KeyboardInterrupt:
+            console.print("\n/exit or Ctrl-D leaves", style="dim", highlight=False)
+            continue
+        command = line.strip()
+        if command == "/exit":
+            return
+        if command == "/clear":
+            conversation.clear()
+            console.print("a new conversation", style="dim", highlight=False)
+        elif command.startswith("/"):
+            console.print(HELP, style="dim", highlight=False)
+        elif command:
+            _turn(conversation, line, console)
+
+
+def _turn(conversation: Conversation, line: str, console: "Console") -> None:
+    live, beginning = LiveStreamer(conversation.tokenizer, console, skip_prompt=True), ""
+    try:
+        conversation.answer(line, live)
+    except ConversationFull as error:
+        console.print(str(error), style="red", highlight=False)
+        return
+    except KeyboardInterrupt:
+        beginning = "stopped; "
+    console.print(beginning + live.summary(), style="dim", highlight=False, soft_wrap=True)
+
+
+__all__ = ["Conversation", "ConversationFull", "chat"]

@@ -1,0 +1,64 @@
+"""What the commands have in common: options of the same name and meaning, lists, and checks of their values.
+
+Contract: an option is described here once, whichever commands take it. What comes of it is the commands' affair.
+"""
+
+from typing import Annotated
+
+import typer
+
+
+class ManyValues(typer.core.TyperCommand):
+    """A command whose list options take several values after one flag: `--batch-size 1 4 16`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        flags = {flag for param in self.params if getattr(param, "multiple", False) for flag in param.opts}
+        words, flag = [], None
+        for word in args:
+            if word.startswith("-"):
+                flag, has_value = (word, False) if word in flags else (None, False)
+            elif flag is not None:
+                words += [flag] * has_value
+                has_value = True
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+# Of all commands that load a model.
+Target = Annotated[
+    str | None, typer.Option(help="The target: an id or a folder. Default: the stand-in.", show_default=False)
+]
+Heads = Annotated[
+    str | None,
+    typer.Option(help="Its heads. Default: the stand-in's, or none where --target is given.", show_default=False),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="The dtype to load weights in. auto: as they were saved, but float32 on a CPU, where arithmetic in "
+        "half precision is slower and less exact."
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="Default: cuda, where there is one.", show_default=False)]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 for greedy.")]
+Seed = Annotated[int | None, typer.Option(help="For the same samples again.", show_default=False)]
+NumAssistantTokens = Annotated[
+    int | None,
+    typer.Option("--num-assistant-tokens", min=1, help="Drafted nodes per step. Default: auto.", show_default=False),
+]
+
+
+def one_of(flag: str, words: list[str], known: tuple[str, ...]) -> list[str]:
+    for word in words:
+        if word not in known:
+            raise ValueError(f"`{flag} {word}` is unknown: pass {', '.join(known[:-1])} or {known[-1]}.")
+    return words
+
+
+def node_count(word: str) -> int | None:
+    if word == "auto":
+        return None
+    if not word.isdecimal() or int(word) < 1:
+        raise ValueError(f"`--nodes {word}` is no tree size: pass a number from 1 on, or auto.")
+    return int(word)

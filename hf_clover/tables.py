@@ -1,0 +1,93 @@
+"""A benchmark's result on a screen.
+
+Contract: `table_of` turns rows of the benchmark's JSON into a table of rich, and `notes_of` says under it what a
+table cannot hold. Nothing is computed here but shares of the time.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+_SETTINGS = {"nodes": "nodes", "tree": "tree", "batch_size": "batch", "temperature": "temperature", "cache": "cache"}
+_PARTS = ("draft", "verify", "walk", "other")
+
+
+def table_of(result: Mapping[str, Any]) -> Table:
+    """Methods below each other; of the settings only those that vary have a column."""
+    rows = result["rows"]
+    varying = [name for name in _SETTINGS if len({row[name] for row in rows}) > 1]
+    table = Table(
+        title=setting_of(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("method", no_wrap=True)
+    for name in varying:
+        table.add_column(_SETTINGS[name], justify="right")
+    for name in (
+        "tokens/s",
+        "tokens/\nforward",
+        "speedup",
+        "effi-\nciency",
+        "% draft/\nverify/\nwalk/other",
+        "same\ntokens",
+    ):
+        table.add_column(name, justify="right", overflow="fold")
+    for previous, row in zip([None, *rows], rows):
+        if previous is not None and row["method"] == "plain":
+            table.add_section()
+        settings = [_setting(name, row) for name in varying]
+        figures = ["skipped", *[""] * 5] if row["skipped"] else _figures(row)
+        style = "dim" if row["method"] == "plain" or row["skipped"] else None
+        table.add_row(row["method"], *settings, *figures, style=style)
+    return table
+
+
+def _setting(name: str, row: Mapping[str, Any]) -> str:
+    if row[name] is None:
+        return "auto" if name == "nodes" and row.get("acceptance_by_depth") else ""
+    return f"{row[name]:g}" if isinstance(row[name], float) else str(row[name])
+
+
+def _figures(row: Mapping[str, Any]) -> list[str]:
+    low, high = row["tokens_per_second_range"]
+    spread = f" ({low:.1f}–{high:.1f})" if low < high else ""
+    seconds, shares = row["seconds"], ""
+    if seconds["verify"]:  # only heads say
+        shares = "/".join(f"{100 * seconds[part] / sum(seconds.values()):.0f}" for part in _PARTS)
+    identical = {True: "[green]yes[/]", False: "[red]no[/]", None: "–"}[row["identical"]]
+    figures = [f"{row['tokens_per_second']:.1f}{spread}", f"{row['tokens_per_forward']:.2f}"]
+    figures += [f"[bold]{row['speedup']:.2f}x[/]", f"{row['efficiency']:.2f}"]
+    return [*figures, shares, "" if row["method"] == "plain" else identical]
+
+
+def notes_of(result: Mapping[str, Any]) -> Iterator[str]:
+    """Why a method was skipped, and where tokens differ."""
+    notes: dict[str, None] = {}
+    for row in result["rows"]:
+        if row["skipped"]:
+            notes[f"{row['method']} was skipped: {row['skipped']}"] = None
+            continue
+        for difference in row["differences"][:1]:
+            margin = difference["margin"]
+            by = "" if margin is None else f", where the target prefers plain generate's by {margin:.1e}"
+            more = len(row["differences"]) - 1
+            others = f" (and {more} more)" if more else ""
+            place = f"prompt {difference['prompt']}, token {difference['position']}"
+            notes[f"{row['method']}: the first other token is at {place}{by}{others}"] = None
+    yield from notes
+
+
+def setting_of(result: Mapping[str, Any]) -> str:
+    """What all rows have in common, in one line."""
+    said = [f"{result['target']}, {result['dtype']} on {result['device']}"]
+    said.append(f"{result['num_prompts']} {result['prompts']} prompts, {result['max_new_tokens']} new tokens each")
+    sizes, temperatures = ({row[name] for row in result["rows"]} for name in ("batch_size", "temperature"))
+    if len(sizes) == 1:
+        said.append(f"batch size {sizes.pop()}")
+    if temperatures == {0}:
+        said.append("greedy")
+    return ", ".join(said)
+
+
+__all__ = ["notes_of", "setting_of", "table_of"]

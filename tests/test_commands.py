@@ -1,0 +1,499 @@
+"""generate, chat, benchmark and plot as a user types them; here what they pass on, say and return.
+
+The other commands are in tests/training/test_cli.py and tests/hub.
+"""
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_text import ASCII, CHAT_TEMPLATE, END, PROMPT, make_tokenizer, save_folders
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from hf_clover import CloverHeads, __version__, cli
+from hf_clover.chat import Conversation, ConversationFull, chat
+from hf_clover.live import LiveStreamer, StepRecord
+
+FIGURES = re.compile(r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s \((\d+) tokens, (\d+) forwards, [\d.]+ s\)")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_folders(tmp_path_factory.mktemp("commands"), says=ASCII)
+
+
+@pytest.fixture(scope="module")
+def models(folder) -> list[str]:
+    return ["--target", str(folder / "target"), "--heads", str(folder / "heads")]
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return AutoModelForCausalLM.from_pretrained(folder / "target")
+
+
+@pytest.fixture(scope="module")
+def heads(folder, target):
+    heads = CloverHeads.from_pretrained(folder / "heads")
+    target.generate(torch.tensor([[5]]), assistant_model=heads, max_new_tokens=3)  # what happens once per target
+    return heads
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """`main` with these words -> exit code, stdout, stderr. Nothing is a terminal."""
+
+    def call(*words: str, stdin: str = "") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["hf-clover", *words])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            sys.exit(cli.main())
+        out, err = capsys.readouterr()
+        return SimpleNamespace(code=exit_.value.code or 0, out=out, err=err)
+
+    return call
+
+
+def continuation(target, text: str, new: int, ids: list[int] | None = None, **options) -> str:
+    """Plain generate's, of a text or of ids."""
+    tokenizer = make_tokenizer()
+    ids = tokenizer(text).input_ids if ids is None else ids
+    torch.manual_seed(3)
+    out = target.generate(torch.tensor([ids]), max_new_tokens=new, **options)
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+
+# ---------------------------------------------------------------------- what all commands have
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "benchmark", "plot", "regenerate", "push"])
+def test_every_help_has_an_example(command):
+    said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.split())
+    assert f"Example: hf-clover {command}" in said
+
+
+def test_version(run):
+    assert run("--version").out == f"hf-clover {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "benchmark"])
+def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, command):
+    monkeypatch.setattr(cli, "STAND_IN", tmp_path / "nowhere")
+    said = run(command, stdin=PROMPT)
+    assert (said.code, said.out) == (2, "")
+    assert said.err == f"hf-clover: there is no stand-in at {tmp_path / 'nowhere'}: pass `--target`, a model's id " + (
+        "or its folder.\n"
+    )
+
+
+def test_the_stand_in_is_the_default(run, monkeypatch, folder, target):
+    monkeypatch.setattr(cli, "STAND_IN", folder)
+    said = run("generate", PROMPT, "--max-new-tokens", "30")
+    assert said.out == PROMPT + continuation(target, PROMPT, 30) + "\n"
+    assert float(FIGURES.search(said.err)[1]) > 1, "with its heads"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "a", "--file", "b"], "PROMPT and `--file` exclude each other"),
+        (["generate", "--file", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate"], "the prompt is empty"),
+        (["generate", "a", "--dtype", "int8"], "`--dtype int8` is none: pass auto, float32"),
+        (["generate", "a", "--num-assistant-tokens", "4"], "`--num-assistant-tokens 4` is of no use without heads"),
+        (["benchmark"], "there is nothing to compare with plain generate: pass `--heads`, `--against`"),
+        (["benchmark", "--nodes", "auto", "few"], "`--nodes few` is no tree size: pass a number from 1 on, or auto"),
+        (["benchmark", "--tree", "global", "oak"], "`--tree oak` is unknown: pass global, levels or chain"),
+        (["benchmark", "--cache", "paged"], "`--cache paged` is unknown: pass dynamic or static"),
+        (["benchmark", "--against", "luck"], "`against='luck'` is no method"),
+        (["plot", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_line(run, folder, words, message):
+    where = [] if words[0] == "plot" else ["--target", str(folder / "target")]
+    said = run(*words, *where)
+    assert (said.code, said.out) == (2, "")
+    line = said.err.strip().splitlines()[-1]
+    assert line.startswith("hf-clover: ")
+    assert message in line
+    assert "Traceback" not in said.err
+
+
+def test_a_target_that_is_not_there(run, tmp_path):
+    said = run("generate", "a", "--target", str(tmp_path / "nothing"))
+    assert said.code == 2
+    assert "nothing" in said.err.strip().splitlines()[-1]
+
+
+def test_half_precision_is_float32_on_a_cpu_unless_asked_for(folder, target, tmp_path):
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).save_pretrained(half)
+    make_tokenizer().save_pretrained(half)
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        model, _, heads = cli._load(str(half), str(folder / "heads"), dtype)
+        assert model.dtype == heads.dtype == expected
+
+
+# ---------------------------------------------------------------------- generate
+
+
+def test_generate_writes_the_text_and_nothing_else_to_stdout(run, models, target):
+    said = run("generate", PROMPT, *models, "--max-new-tokens", "40")
+    assert said.code == 0
+    assert said.out == PROMPT + continuation(target, PROMPT, 40) + "\n"
+    per_forward, tokens, forwards = FIGURES.fullmatch(said.err.strip().splitlines()[-1]).groups()
+    assert int(tokens) == 40 > int(forwards)
+    assert float(per_forward) == pytest.approx(40 / int(forwards), abs=0.01)
+
+
+def test_generate_reads_a_file_or_standard_input(run, models, tmp_path):
+    (tmp_path / "prompt.py").write_text(PROMPT)
+    options = [*models, "--max-new-tokens", "5"]
+    as_word = run("generate", PROMPT, *options)
+    assert run("generate", "-f", str(tmp_path / "prompt.py"), *options).out == as_word.out
+    assert run("generate", *options, stdin=PROMPT).out == as_word.out
+
+
+def test_generate_json(run, models, target):
+    said = run("generate", PROMPT, *models, "--max-new-tokens", "40", "--json")
+    result = json.loads(said.out)
+    assert (result["prompt"], result["text"]) == (PROMPT, continuation(target, PROMPT, 40))
+    assert result["new_tokens"] == 40
+    assert result["tokens_per_forward"] == 40 / result["target_forwards"] > 1
+    assert result["tokens_per_second"] == pytest.approx(40 / result["seconds"])
+
+
+def test_generate_samples_with_a_seed(run, models, folder, target):
+    options = ["--max-new-tokens", "30", "--temperature", "1.5", "--seed", "3"]
+    with_heads = run("generate", PROMPT, *models, *options, "--num-assistant-tokens", "6")
+    assert with_heads.out == run("generate", PROMPT, "--target", str(folder / "target"), *options).out
+    assert with_heads.out == PROMPT + continuation(target, PROMPT, 30, do_sample=True, temperature=1.5) + "\n"
+
+
+# ---------------------------------------------------------------------- chat
+
+
+def test_chat_through_standard_input(run, models, target):
+    said = run(
+        "chat", *models, "--max-new-tokens", "25", stdin="def f(x):\n\n/help\nabc\n/clear\ndef f(x):\n/exit\nno"
+    )
+    assert said.code == 0
+    assert "no chat template: your text is continued" in said.out
+    assert "/clear   forget what was said" in said.out
+    first = continuation(target, PROMPT, 25)
+    whole = PROMPT + first + "\nabc"
+    second = continuation(target, whole, 25)
+    assert said.out.count(first) == 2, "the same again after /clear"
+    assert said.out.count(second) == 1
+    assert said.out.index(first) < said.out.index(second) < said.out.rindex(first)
+    figures = FIGURES.findall(said.out)
+    assert len(figures) == 3
+    assert figures[0][1:] == figures[2][1:]
+    assert max(float(per_forward) for per_forward, *_ in figures) > 1
+
+
+def test_chat_ends_with_its_input(run, models):
+    said = run("chat", *models, stdin="")
+    assert (said.code, said.err.strip().splitlines()[-1:] == ["Traceback"]) == (0, False)
+
+
+class Spy:
+    """The number of positions in each forward of a target."""
+
+    def __init__(self, target):
+        self.widths: list[int] = []
+        self.hook = target.register_forward_pre_hook(self.look, with_kwargs=True)
+
+    def look(self, _, args, kwargs):
+        self.widths.append(kwargs["input_ids"].shape[1])
+
+
+@pytest.fixture
+def spy(target):
+    spy = Spy(target)
+    yield spy
+    spy.hook.remove()
+
+
+@pytest.mark.parametrize("with_heads", [True, False])
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+def test_a_turn_gives_the_target_only_what_is_new(target, heads, spy, with_heads, template):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30, do_sample=False)
+    known, accepted = 0, 0
+    for text in ("def f(x):", "abc", "x = é"):
+        spy.widths.clear()
+        record = StepRecord()
+        before = len(conversation.ids)
+        out = conversation.answer(text, record)
+        prompt = out.sequences[0, : -len(record.tokens)].tolist()
+        assert spy.widths[0] == len(prompt) - known, "all but what the cache holds"
+        assert known == max(before - 1, 0)
+        answer = tokenizer.decode(record.tokens, skip_special_tokens=True)
+        assert answer == continuation(target, "", 30, ids=prompt)
+        accepted += sum(len(step) - 1 for step in record.steps if step)
+        known = conversation.cache.get_seq_length()
+    assert (accepted > 0) == with_heads
+
+
+def test_the_heads_remember_the_turns(target, heads):
+    conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
+    for text in ("def f(x):", "abc"):
+        out = conversation.answer(text, StepRecord())
+    prompt = out.sequences[:, :-30]
+    as_one = target.generate(prompt, assistant_model=heads, max_new_tokens=30, return_dict_in_generate=True)
+    assert out.speculation.tree_sizes == as_one.speculation.tree_sizes
+    assert out.speculation.accepted_tokens == as_one.speculation.accepted_tokens > 0
+
+
+def test_an_end_of_text_is_not_part_of_a_text_that_goes_on(target, heads):
+    """And is part of a conversation whose template writes it."""
+    ids = make_tokenizer()(PROMPT).input_ids
+    ends_after = target.generate(torch.tensor([ids]), max_new_tokens=20)[0, -1].item()
+    conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
+    target.generation_config.eos_token_id = [ends_after, END]
+    try:
+        out = conversation.answer(PROMPT, StepRecord())
+        assert out.sequences[0, -1] == ends_after
+        assert conversation.ids == out.sequences[0, :-1].tolist()
+        again = conversation.answer("abc", StepRecord())
+        assert again.sequences[0, : len(conversation.ids)].tolist()[: len(ids)] == ids
+        assert conversation.cache is not None
+    finally:
+        target.generation_config.eos_token_id = END
+
+
+def test_a_template_that_rewrites_what_was_said_loses_no_more_than_that(target, heads, spy):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (  # earlier answers are shortened, as Qwen3's are without their thoughts
+        "{% for m in messages %}[{{ m.content[:9] if m.role == 'assistant' else m.content }}]{% endfor %}"
+    )
+    conversation = Conversation(target, tokenizer, heads, max_new_tokens=30)
+    first = conversation.answer("def f(x):", StepRecord()).sequences[0].tolist()
+    spy.widths.clear()
+    record = StepRecord()
+    out = conversation.answer("abc", record)
+    prompt = out.sequences[0, : -len(record.tokens)].tolist()
+    same = next(i for i, (a, b) in enumerate(zip(first, prompt)) if a != b)
+    assert 0 < same < len(prompt)
+    assert spy.widths[0] == len(prompt) - same
+    assert tokenizer.decode(record.tokens, skip_special_tokens=True) == continuation(target, "", 30, ids=prompt)
+
+
+def test_a_conversation_that_is_too_long_says_so_and_goes_on(target, heads):
+    conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
+    room = target.config.max_position_embeddings
+    with pytest.raises(ConversationFull, match=f"has {room} tokens and the target is made for {room}: /clear"):
+        conversation.answer("a" * room, StepRecord())
+    out = conversation.answer("a" * (room - 5), StepRecord())
+    assert out.sequences.shape[1] == room
+    console = Console(file=io.StringIO(), width=200)
+    lines = iter(["more", "/clear", "abc"])
+    with pytest.raises(StopIteration):
+        chat(conversation, console, read=lambda: next(lines))
+    assert "/clear begins a new one" in console.file.getvalue()
+    assert len(FIGURES.findall(console.file.getvalue())) == 1
+
+
+@pytest.mark.parametrize("with_heads", [True, False])
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
+@pytest.mark.parametrize("at", [0, 1, 12])
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, monkeypatch, with_heads, template, at):
+    """At the forward of that number, in the middle of it: the next turn is plain generate's on what was said."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30)
+    conversation.answer("def f(x):", StepRecord())
+    said_before = list(conversation.ids)
+
+    forwards = 0
+
+    def interrupt(*_):
+        nonlocal forwards
+        forwards += 1
+        if forwards == at + 1:
+            raise KeyboardInterrupt
+
+    console = Console(file=io.StringIO(), width=200)
+    lines = iter(["abc", "xyz"])
+
+    def read():
+        line = next(lines, None)
+        if line == "abc":
+            read.hook = target.model.layers[1].register_forward_pre_hook(interrupt)
+        else:
+            read.hook.remove()
+        if line is None:
+            raise EOFError
+        return line
+
+    prompts, asked = [], Conversation._asked
+    monkeypatch.setattr(Conversation, "_asked", lambda self, text: prompts.append(asked(self, text)) or prompts[-1])
+    chat(conversation, console, read)
+    shown = console.file.getvalue()
+    assert shown.count("stopped; ") == 1
+    stopped, complete = FIGURES.findall(shown)
+    assert int(stopped[2]) == at
+    assert int(stopped[1]) > at if with_heads and at > 1 else int(stopped[1]) == at
+    assert len(prompts[1]) >= len(said_before) + int(stopped[1]), "what was said stays said"
+    assert int(complete[1]) == 30
+    assert conversation.ids[: len(prompts[1])] == prompts[1]
+    answer = tokenizer.decode(conversation.ids[len(prompts[1]) :], skip_special_tokens=True)
+    assert answer == continuation(target, "", 30, ids=prompts[1])
+    assert not target._forward_pre_hooks
+
+
+def test_ctrl_c_while_nothing_is_generated_explains_itself(target):
+    console = Console(file=io.StringIO())
+    calls = iter([KeyboardInterrupt, EOFError])
+
+    def read():
+        raise next(calls)
+
+    chat(Conversation(target, make_tokenizer()), console, read)
+    assert "/exit or Ctrl-D leaves" in console.file.getvalue()
+
+
+def start(*words: str) -> subprocess.Popen:
+    code = "from hf_clover.cli import main; main()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-u", "-c", code, *words], **pipes)
+
+
+def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> bytes:
+    seen, end = b"", time.monotonic() + limit
+    while not seen.endswith(ending):
+        assert time.monotonic() < end
+        byte = process.stdout.read(1)
+        assert byte, (seen, process.stderr.read())
+        seen += byte
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+def test_a_real_ctrl_c_in_chat(models):
+    process = start("chat", *models, "--max-new-tokens", "400")
+    process.stdin.write(b"def f(x):\n")
+    process.stdin.flush()
+    read_until(process, b"continued; /help lists the commands\n")
+    process.stdout.read(4)  # the answer has begun
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(b"abc\n/exit\n", timeout=120)
+    assert process.returncode == 0, err
+    assert b"Traceback" not in err
+    assert len(FIGURES.findall(out.decode())) == 2
+    assert out.count(b"stopped; ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+def test_a_real_ctrl_c_in_generate(models):
+    process = start("generate", "(((", *models, "--max-new-tokens", "450")
+    read_until(process, b"(((")
+    process.stdout.read(2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+# ---------------------------------------------------------------------- benchmark and plot
+
+
+def test_benchmark_and_plot(run, models, folder, tmp_path):
+    (tmp_path / "prompts.txt").write_text("def f(x):\nabc(x)\n")
+    result = tmp_path / "result.json"
+    small = ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2", "--repeats", "1"]
+    lists = [
+        "--batch-size",
+        "1",
+        "2",
+        "--nodes",
+        "auto",
+        "6",
+        "--against",
+        "prompt-lookup",
+        f"mine:{folder / 'heads'}",
+    ]
+    said = run("benchmark", *models, *small, "--max-new-tokens", "12", *lists, "--json", "-o", str(result))
+    assert said.code == 0, said.err
+    measured = json.loads(said.out)
+    assert measured == json.loads(result.read_text())
+    assert [(row["method"], row["nodes"]) for row in measured["rows"][:5]] == [
+        *[("plain", None), ("clover-2", None), ("clover-2", 6), ("prompt-lookup", None), ("mine", None)]
+    ]
+    assert [row["batch_size"] for row in measured["rows"]] == [1] * 5 + [2] * 5
+    of_heads = [row for row in measured["rows"] if row["method"] in ("clover-2", "mine")]
+    assert all(row["identical"] for row in of_heads)
+    assert max(row["tokens_per_forward"] for row in of_heads) > 1
+    assert f"hf-clover plot {result}" in said.err
+
+    pytest.importorskip("matplotlib")
+    said = run("plot", str(result), "--out", str(tmp_path / "pictures"))
+    assert said.code == 0, said.err
+    pictures = [Path(line) for line in said.out.splitlines()]
+    assert [picture.name for picture in pictures] == ["result.png", "result-dark.png"]
+    assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "prompts.txt").write_text("def f(x):\n")
+    small = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8", "--repeats", "1"]
+    lists = ["--tree", "global", "--tree", "chain", "--temperature", "0", "1", "--against", "prompt-lookup"]
+    said = run("benchmark", *models, *small, *lists, "--batch-size", "2")
+    assert said.code == 0, said.err
+    lines = [line.split() for line in said.out.splitlines()]
+    assert "batch size 2" in said.out
+    assert ["method", "tree", "temperature", "tokens/s"] in [line[:4] for line in lines]
+    assert [line[:3] for line in lines if line[:1] == ["clover-2"]] == [
+        *[["clover-2", "global", "0"], ["clover-2", "chain", "0"]],
+        *[["clover-2", "global", "1"], ["clover-2", "chain", "1"]],
+    ]
+    assert all(line[-1] == "yes" for line in lines if line[:1] == ["clover-2"])
+    assert "prompt-lookup was skipped: " in said.out
+
+
+def test_differences_are_told_with_their_margin():
+    from hf_clover.tables import notes_of, table_of
+
+    row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
+    speed = {"tokens_per_second": 50.0, "tokens_per_second_range": [40.0, 60.0], "tokens_per_forward": 2.0}
+    speed |= {"speedup": 1.5, "efficiency": 0.75, "acceptance_by_depth": [0.5]}
+    speed |= {"seconds": {"draft": 1.0, "verify": 2.0, "walk": 0.5, "other": 0.5}}
+    differences = [{"prompt": 3, "position": 17, "margin": 1e-6}, {"prompt": 4, "position": 1, "margin": None}]
+    result = {"target": "t", "dtype": "float32", "device": "cpu", "num_prompts": 8, "prompts": "p"}
+    result |= {"max_new_tokens": 9, "rows": [{**row, **speed, "method": "m", "identical": False}]}
+    result["rows"][0]["differences"] = differences
+    assert list(notes_of(result)) == [
+        "m: the first other token is at prompt 3, token 17, where the target prefers plain generate's by 1.0e-06 "
+        "(and 1 more)"
+    ]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table_of(result))
+    figures = ["m", "50.0", "(40.0–60.0)", "2.00", "1.50x", "0.75", "25/50/12/12", "no"]
+    assert figures in [line.split() for line in console.file.getvalue().splitlines()]
+
+
+def test_colour_is_for_terminals(target, heads, monkeypatch):
+    """What decides is rich's console: the streamer takes whichever standard output is."""
+    inputs = make_tokenizer()(PROMPT, return_tensors="pt")
+    for force, has_colour in (("1", True), ("", False)):
+        monkeypatch.setenv("FORCE_COLOR", force)
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        LiveStreamer(make_tokenizer()).generate(target, inputs, heads, max_new_tokens=20)
+        assert ("\x1b[1;32m" in sys.stdout.getvalue()) == has_colour

@@ -1,0 +1,224 @@
+"""The text as it is generated: the right tokens in colour, the right characters, and nothing kept from the caller."""
+
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_text import LETTERS, PROMPT, make_target, make_tokenizer, save_folders
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from hf_clover import CloverHeads
+from hf_clover.live import LiveStreamer, StepRecord, TokenText, generate_live
+
+NEW = 60
+GREEN = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m", re.DOTALL)
+ANY_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_folders(tmp_path_factory.mktemp("live"))
+
+
+@pytest.fixture(scope="module")
+def heads(folder):
+    return CloverHeads.from_pretrained(folder / "heads")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def inputs(tokenizer):
+    return tokenizer(PROMPT, return_tensors="pt")
+
+
+def terminal(**options) -> Console:
+    return Console(
+        file=io.StringIO(), **{"force_terminal": True, "color_system": "standard", "_environ": {}, **options}
+    )
+
+
+def written(console: Console) -> str:
+    return console.file.getvalue()
+
+
+# ---------------------------------------------------------------------- characters
+
+
+def test_characters_come_whole_and_together_are_the_text(tokenizer):
+    text = LETTERS * 3 + "é👋 è"
+    ids = tokenizer(text).input_ids
+    assert len(ids) > len(text), "some characters take several tokens"
+    live = TokenText(tokenizer)
+    pieces = [live.push(token) for token in ids]
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert "👋" in pieces
+    assert live.flush() == ""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_that_are_no_characters_come_as_the_whole_decodes(tokenizer, seed):
+    ids = torch.randint(len(tokenizer), (200,), generator=torch.Generator().manual_seed(seed)).tolist()
+    live = TokenText(tokenizer)
+    assert "".join([*map(live.push, ids), live.flush()]) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_text_that_ends_within_a_character_is_flushed(tokenizer):
+    live = TokenText(tokenizer)
+    ids = tokenizer("ab👋").input_ids[:-1]
+    assert [live.push(token) for token in ids] == ["a", "b", "", "", ""]
+    assert live.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert live.flush() == ""
+
+
+def test_decoding_does_not_grow_with_the_text(tokenizer, monkeypatch):
+    decoded, decode = [], type(tokenizer).decode
+    monkeypatch.setattr(
+        type(tokenizer), "decode", lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids)
+    )
+    live = TokenText(tokenizer, tokenizer(PROMPT).input_ids)
+    for token in tokenizer("abc é👋 " * 30).input_ids:
+        live.push(token)
+    assert max(decoded) <= 12
+
+
+def test_a_word_after_the_prompt_keeps_its_space():
+    """Tokenizers such as Llama 2's drop the space of the first word they decode."""
+    words = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<unk>": 2}, unk_token="<unk>"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    assert tokenizer.decode([1]) == "b"
+    live = TokenText(tokenizer, context=[0])
+    assert [live.push(1), live.push(0)] == [" b", " a"]
+
+
+# ---------------------------------------------------------------------- which tokens came free
+
+
+def test_the_record_is_what_generate_says_of_itself(target, heads, inputs):
+    record = StepRecord()
+    out = record.generate(target, inputs, heads, max_new_tokens=NEW)
+    said = record.figures()
+    assert said["tokens_per_forward"] == pytest.approx(out.speculation.tokens_per_forward)
+    assert said["target_forwards"] == out.speculation.target_forwards < said["new_tokens"] == NEW
+    assert record.tokens == out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    assert sum(len(step) - 1 for step in record.steps if step) == out.speculation.accepted_tokens
+    assert record.summary().startswith(f"{out.speculation.tokens_per_forward:.2f} tokens per forward, ")
+    assert not target._forward_pre_hooks
+
+
+def test_the_free_tokens_are_green_and_the_others_are_not(target, heads, tokenizer, inputs):
+    console = terminal()
+    live = LiveStreamer(tokenizer, console)
+    live.generate(target, inputs, heads, max_new_tokens=NEW)
+
+    text, free = TokenText(tokenizer, inputs["input_ids"][0].tolist()), ""
+    for step in live.steps:
+        for place, token in enumerate(step):
+            piece = text.push(token)
+            free += piece if place < len(step) - 1 else ""
+    assert len(free) > 5, "drafts were accepted"
+    assert "".join(GREEN.findall(written(console))) == free
+    whole = tokenizer.decode(inputs["input_ids"][0].tolist() + live.tokens)
+    assert ANY_COLOUR.sub("", written(console)) == whole + "\n"
+    assert written(console).startswith(f"\x1b[2m{PROMPT}\x1b[0m")
+
+
+def test_plain_generate_has_nothing_in_colour(target, tokenizer, inputs):
+    console = terminal()
+    out = generate_live(target, tokenizer, inputs, console=console, max_new_tokens=20)
+    assert not GREEN.search(written(console))
+    assert ANY_COLOUR.sub("", written(console)) == tokenizer.decode(out.sequences[0]) + "\n"
+
+
+def test_prompt_lookup_is_coloured_too(target, tokenizer):
+    """Any way to generate: the record hears of forwards, not of heads."""
+    inputs = tokenizer("opzopzopzop", return_tensors="pt")
+    live = LiveStreamer(tokenizer, terminal())
+    live.generate(target, inputs, prompt_lookup_num_tokens=3, max_new_tokens=NEW, do_sample=False)
+    expected = sum(len(step) - 1 for step in live.steps if step)
+    assert len("".join(GREEN.findall(written(live.console)))) == pytest.approx(expected, abs=6)
+    assert expected > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"force_terminal": False, "color_system": "auto"}, {"_environ": {"NO_COLOR": "1"}}, {"color_system": None}],
+)
+def test_without_colour_it_is_plain_text(target, heads, tokenizer, inputs, options):
+    console = terminal(**options)
+    out = generate_live(target, tokenizer, inputs, heads, console, max_new_tokens=NEW)
+    assert out.speculation.accepted_tokens > 0
+    assert written(console) == tokenizer.decode(out.sequences[0]) + "\n"
+
+
+def test_samples_are_those_of_plain_generate(target, heads, tokenizer, inputs):
+    def sample(heads):
+        torch.manual_seed(5)
+        console = terminal(color_system=None)
+        generate_live(target, tokenizer, inputs, heads, console, max_new_tokens=NEW, do_sample=True)
+        return written(console)
+
+    assert sample(heads) == sample(None)
+
+
+def test_text_appears_while_it_is_generated(target, heads, tokenizer, inputs):
+    seen = []
+    console = terminal(color_system=None)
+    hook = target.register_forward_pre_hook(lambda *_: seen.append(len(written(console))))
+    try:
+        generate_live(target, tokenizer, inputs, heads, console, max_new_tokens=NEW)
+    finally:
+        hook.remove()
+    assert len(set(seen)) > 10
+
+
+def test_the_model_does_not_command_the_terminal(tokenizer):
+    for console, expected in ((terminal(), "␛[2J"), (terminal(force_terminal=False), "\x1b[2J")):
+        LiveStreamer(tokenizer, console)._write("\x1b[2J\ta\x0cb\r", None)
+        assert written(console) == expected + "\ta\x0cb\r", "nothing else is touched"
+
+
+# ---------------------------------------------------------------------- what goes wrong
+
+
+class _Broken(io.StringIO):
+    def __init__(self, error: BaseException, after: int):
+        super().__init__()
+        self.error, self.left = error, after
+
+    def write(self, text: str) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return super().write(text)
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
+@pytest.mark.parametrize("with_heads", [True, False])
+def test_an_exception_reaches_the_caller_and_leaves_nothing(target, heads, tokenizer, inputs, error, with_heads):
+    console = Console(file=_Broken(error, after=8))
+    with pytest.raises(type(error)):
+        generate_live(target, tokenizer, inputs, heads if with_heads else None, console, max_new_tokens=NEW)
+    assert not any(module._forward_pre_hooks for module in target.modules())
+    again = generate_live(target, tokenizer, inputs, heads, terminal(), max_new_tokens=NEW)
+    plain = target.generate(**inputs, max_new_tokens=NEW)
+    assert torch.equal(again.sequences, plain)
+
+
+def test_a_batch_is_refused(target, heads, tokenizer):
+    inputs = tokenizer([PROMPT, PROMPT], return_tensors="pt")
+    with pytest.raises(ValueError, match=r"LiveStreamer shows one text, and `input_ids` has 2 rows"):
+        generate_live(target, tokenizer, inputs, heads, terminal(), max_new_tokens=3)
