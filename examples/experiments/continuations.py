@@ -1,0 +1,148 @@
+"""The text that heads learn from and are measured on: the target's own continuations, or the user's data.
+
+Contract: `load_data` gives samples of token ids, those to measure on apart from those to train on. What the target
+wrote is kept in a folder named after the target and the sizes, with the seconds it took, and used again. This module
+knows the target's `generate` and no heads.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_clover.prompts import HELD_OUT, held_out_sources, standard_library
+from hf_clover.target_parts import fingerprint
+
+SHARE_HELD_OUT = 0.05  # of the user's data, where it has no test split
+TEMPERATURE = 0.7  # of the continuations to learn from: greedy ones of a small model run in circles
+
+
+@dataclass
+class Data:
+    """Samples to train on and, apart, to measure on: `input_ids`, and `labels` that are -100 where nothing counts."""
+
+    train: Dataset
+    test: Dataset
+    folder: Path  # for what is computed from it
+    seconds: float | None  # that the target took to write it, where it did here
+
+    @property
+    def mean_length(self) -> float:
+        return sum(map(len, self.train["input_ids"])) / len(self.train)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        counted = sum(label != -100 for labels in self.test["labels"] for label in labels)
+        tokens = sum(map(len, self.train["input_ids"]))
+        return {"train_tokens": tokens, "test_tokens": counted, "seconds_to_make": self.seconds}
+
+
+def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Data:
+    name = f"{fingerprint(target.get_output_embeddings().weight)[:8]}-{args.samples}x{args.length}-{args.seed}"
+    folder = args.work / f"data-{name}" if args.data is None else args.work / f"data-{Path(args.data).stem}"
+    if args.data is not None:
+        train, test = _given(args, tokenizer)
+        return Data(train, test, folder, None)
+    if not (folder / "about.json").exists():
+        started = time.perf_counter()
+        width = args.length // 4
+        train = _continuations(args, target, tokenizer, _library_sources(), args.samples, width, args.seed)
+        seconds = time.perf_counter() - started
+        held_out = list(held_out_sources().values())
+        test = _continuations(args, target, tokenizer, held_out, args.test_samples, width, args.seed + 1)
+        train.to_parquet(folder / "train.parquet")
+        test.to_parquet(folder / "test.parquet")
+        (folder / "about.json").write_text(json.dumps({"seconds": seconds}) + "\n")
+    train, test = (Dataset.from_parquet(str(folder / f"{part}.parquet")) for part in ("train", "test"))
+    return Data(train, test, folder, json.loads((folder / "about.json").read_text())["seconds"])
+
+
+def _library_sources() -> list[str]:
+    paths = sorted(standard_library().glob("*.py"))
+    return [path.read_text(encoding="utf-8", errors="ignore") for path in paths if path.stem not in HELD_OUT]
+
+
+@torch.no_grad()
+def _continuations(
+    args: argparse.Namespace,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    count: int,
+    width: int,
+    seed: int,
+) -> Dataset:
+    """`count` pieces of `width` tokens from random places in `texts`, each continued by the target."""
+    rng = random.Random(seed)
+    streams = [ids for ids in tokenizer(texts, verbose=False).input_ids if len(ids) > width]
+    chosen = rng.choices(streams, weights=list(map(len, streams)), k=count)
+    starts = [rng.randrange(len(ids) - width) for ids in chosen]
+    prompts = torch.tensor([ids[start : start + width] for ids, start in zip(chosen, starts)])  # [count, width]
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    samples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    torch.manual_seed(seed)
+    for batch in tqdm(prompts.split(64), desc="The target writes what is learned from", unit="batch"):
+        batch = batch.to(target.device)
+        rows = target.generate(
+            input_ids=batch, attention_mask=torch.ones_like(batch), max_new_tokens=args.length - width,
+            do_sample=True, temperature=TEMPERATURE, top_k=0, pad_token_id=tokenizer.pad_token_id or 0,
+        ).tolist()  # fmt: skip
+        for row in rows:
+            end = next((i + 1 for i, token in enumerate(row) if i >= width and token in ends), len(row))
+            samples["input_ids"].append(row[:end])
+            samples["labels"].append([-100] * width + row[width:end])
+    return Dataset.from_dict(samples)
+
+
+def _given(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+    """The user's data, cut into samples, and its test split, or else a share taken off."""
+    path = Path(args.data)
+    kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+    if path.suffix in kinds:
+        loaded = load_dataset(kinds[path.suffix], data_files=str(path))
+    else:
+        loaded = load_dataset(args.data)
+    parts = {name: _samples(part, tokenizer, args.length) for name, part in loaded.items()}
+    train = parts["train"].shuffle(seed=args.seed)
+    test = next((parts[name] for name in ("test", "validation") if name in parts), None)
+    if test is None:
+        split = train.train_test_split(test_size=SHARE_HELD_OUT, seed=args.seed)
+        train, test = split["train"], split["test"]
+    return train, test.select(range(min(args.test_samples, len(test))))
+
+
+def _samples(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+    samples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
+    for row in dataset:
+        ids = row.get("input_ids") or _encode(row, tokenizer)
+        labels = row.get("labels") or ids
+        for start in range(0, len(ids), length):
+            if len(ids) - start > length // 4:  # a short rest is hardly worth a sample
+                samples["input_ids"].append(list(ids[start : start + length]))
+                samples["labels"].append(list(labels[start : start + length]))
+    return Dataset.from_dict(samples)
+
+
+def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if "text" in row:
+        return tokenizer(row["text"]).input_ids
+    if "messages" in row:
+        return tokenizer.apply_chat_template(row["messages"], return_dict=True)["input_ids"]
+    if {"prompt", "completion"} <= row.keys():
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str):
+            return tokenizer(prompt + completion).input_ids
+        return tokenizer.apply_chat_template([*prompt, *completion], return_dict=True)["input_ids"]
+    raise ValueError(
+        f"`--data` has the columns {sorted(row)}: it needs `input_ids`, `text`, `messages`, or `prompt` and "
+        "`completion`."
+    )

@@ -1,0 +1,228 @@
+"""The experiments at toy sizes, on a tiny target: the same code as at full size, and what must hold of a result."""
+
+import importlib
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training.tiny import make_target
+from transformers import PreTrainedTokenizerFast
+
+from hf_clover import CloverHeads
+
+pytest.importorskip("matplotlib")
+EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
+SPECIAL = ["<pad>", "<s>", "</s>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose tokens are bytes, heads for it, and what the experiments leave."""
+    folder = tmp_path_factory.mktemp("experiments")
+    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder / "target")
+    target = make_target(vocab_size=len(symbols), max_position_embeddings=2048)
+    target.save_pretrained(folder / "target")
+    torch.manual_seed(0)
+    CloverHeads.from_target(target).save_pretrained(folder / "heads")
+    return folder
+
+
+@pytest.fixture
+def experiment(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module
+
+
+def run(module: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
+    """The JSON it leaves."""
+    words = [
+        "--toy",
+        "--target",
+        str(folder / "target"),
+        "--output",
+        str(folder / "out"),
+        "--work",
+        str(folder / "work"),
+    ]
+    if "heads" in module.DEFAULTS:
+        words += ["--heads", str(folder / "heads")]
+    returned = module.main([*words, *more])
+    name = module.__name__
+    result = json.loads((folder / "out" / f"{name}.json").read_text(encoding="utf-8"))
+    assert result["rows"] == json.loads(json.dumps(returned["rows"]))
+    assert (result["kind"], result["name"]) == ("experiment", name)
+    assert result["question"].count("?") == 1
+    assert result["settings"]["toy"] is True
+    assert all(result[field] for field in ("command", "machine", "versions", "date"))
+    assert str(folder) not in json.dumps(result)
+    assert result["figure"]["panels"]
+    for panel in result["figure"]["panels"]:
+        assert panel["series"]
+        assert panel["ylabel"]
+        assert all(len(series["x"]) == len(series["y"]) > 0 for series in panel["series"])
+    for picture in (f"{name}.png", f"{name}-dark.png"):
+        assert (folder / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    return result
+
+
+def check_measured(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert row["skipped"] is None
+        assert row["identical"] is True
+        assert row["tokens_per_forward"] >= 1
+        assert row["tokens_per_second"] > 0
+
+
+def check_accuracies(row: dict[str, Any], num_heads: int) -> None:
+    assert len(row["top"]) == num_heads
+    for of_head in row["top"]:
+        assert of_head == sorted(of_head)  # a head's k best are among its k + 1 best
+        assert len(of_head) == 5
+        assert all(0 <= share <= 1 for share in of_head)
+    assert 1 <= row["acceptance_length"]["top1"] <= 1 + num_heads
+
+
+def test_accuracy(experiment, folder):
+    module = experiment("accuracy")
+    result = run(module, folder)
+    assert [row["variant"] for row in result["rows"]] == list(module.VARIANTS)
+    for row in result["rows"]:
+        check_accuracies(row, num_heads=3)
+        assert row["tokens"] == module.TOY["tokens"]
+    sizes = {row["variant"]: row["parameters"] for row in result["rows"]}
+    assert sizes["Clover"] > sizes["Clover: no block"] > sizes["Medusa"]
+    assert sizes["Clover-2"] > sizes["Clover-2: one layer"]
+    tops = {json.dumps(row["top"]) for row in result["rows"]}
+    assert len(tops) > 6  # the variants are not one and the same network
+    by_part = {part["part"]: part for part in result["parts"]}
+    steps = [by_part[name]["points"] for name in ("Attention Decoder", "Regressive Connection", "block (Medusa's)")]
+    assert [sum(points) for points in zip(*steps)] == pytest.approx(by_part["all"]["points"])
+    assert len(list((folder / "work").glob("data-*/states-*"))) == 1  # the target ran over the data once
+
+
+def test_every_part_of_the_paper_adds_up(experiment):
+    steps = experiment("accuracy").STEPS
+    one_by_one = [steps[name][2] for name in ("Attention Decoder", "Regressive Connection", "block (Medusa's)")]
+    assert [sum(points) for points in zip(*one_by_one)] == pytest.approx(steps["all"][2], abs=0.11)
+
+
+def test_batch(experiment, folder):
+    result = run(experiment("batch"), folder)
+    check_measured(result["rows"])
+    found = {(row["batch_size"], row["method"]) for row in result["rows"]}
+    assert found == {(size, name) for size in (1, 2) for name in ("plain", "4 nodes", "auto nodes")}
+
+
+def test_tree_size(experiment, folder):
+    result = run(experiment("tree_size"), folder)
+    check_measured(result["rows"])
+    found = [(row["tree"], row["nodes"]) for row in result["rows"][1:]]
+    grown = [(tree, nodes) for tree in ("global", "levels") for nodes in (2, 4, 8)]
+    assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 5)]
+
+
+def test_sensitivity(experiment, folder):
+    result = run(experiment("sensitivity"), folder)
+    assert [(row["learning_rate"], row["tokens"]) for row in result["rows"]] == [
+        (rate, tokens) for rate in (1e-3, 1e-2) for tokens in (60, 240)
+    ]
+    for row in result["rows"]:
+        check_accuracies(row, num_heads=5)
+        assert row["failed"] is None
+
+
+def test_a_run_that_blows_up_is_a_row(experiment, folder, monkeypatch):
+    module = experiment("sensitivity")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise FloatingPointError("Training stopped at step 3")
+
+    whole = module.train
+    monkeypatch.setattr(module, "train", lambda *args, **kw: fail() if args[5] > 5e-3 else whole(*args, **kw))
+    rows = run(module, folder)["rows"]
+    assert [row["failed"] for row in rows] == [None, None, *["Training stopped at step 3"] * 2]
+
+
+def test_break_even(experiment, folder):
+    result = run(experiment("break_even"), folder)
+    check_measured([result["plain"], *result["rows"]])
+    assert [row["tokens"] for row in result["rows"]] == [60, 120]
+    for row in result["rows"]:
+        assert row["training_seconds"] > 0
+        assert row["data_seconds"] > 0
+        assert (row["break_even_tokens"] is None) == (row["seconds_saved_per_token"] <= 0)
+
+
+def test_break_even_by_hand(experiment):
+    module = experiment("break_even")
+    # 100 tokens/s plainly, twice as fast with heads: 5 ms saved a token, so 10 s are repaid by 2000 tokens.
+    assert module.break_even(10.0, plain_speed=100.0, speedup=2.0) == pytest.approx(2000)
+    assert module.break_even(10.0, plain_speed=100.0, speedup=0.9) is None
+
+
+def test_tasks(experiment, folder):
+    module = experiment("tasks")
+    result = run(module, folder)
+    check_measured(result["rows"])
+    assert [row["task"] for row in result["rows"][::3]] == list(module.TASKS)
+    assert {row["method"] for row in result["rows"]} == {"plain", "clover-2", "prompt-lookup"}
+
+
+def test_prompts_of_the_tasks(experiment):
+    module = experiment("tasks")
+    prompts = {task: list(module.in_turn(texts())) for task, texts in module.TASKS.items()}
+    for texts in prompts.values():
+        assert len(set(texts)) >= 16
+    for text in prompts["repetitive edits"]:
+        first = text.split("(")[0]
+        assert text.endswith(f"{first}_again(")
+    assert all(text.startswith('"""') and text.count('"""') == 1 for text in prompts["docstring prose"])
+
+
+def test_data_of_the_user(experiment, folder):
+    rows = [{"prompt": f"def f{i}(x):\n", "completion": "    return x + 1\n" * 3} for i in range(40)]
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run(experiment("sensitivity"), folder, "--data", str(folder / "own.jsonl"), "--tokens", "60")
+    assert result["settings"]["data"].endswith("own.jsonl")
+    assert result["data"]["seconds_to_make"] is None
+    assert result["data"]["test_tokens"] > 0
+
+
+def test_data_without_a_column_to_learn_from(experiment, folder):
+    (folder / "odd.jsonl").write_text('{"story": "once"}\n')
+    with pytest.raises(ValueError, match=r"`--data` has the columns .*story.*it needs `input_ids`"):
+        run(experiment("sensitivity"), folder, "--data", str(folder / "odd.jsonl"))
+
+
+def test_run_all_leaves_out_what_is_there(experiment, tmp_path, monkeypatch):
+    module = experiment("run_all")
+    ran: list[list[str]] = []
+    monkeypatch.setattr(module.subprocess, "run", lambda words: ran.append(words[1:]) or SimpleNamespace(returncode=0))
+    for name in ("accuracy", "batch", "sensitivity", "tasks"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    argv = ["--output", str(tmp_path), "--target", "org/target", "--heads", "org/heads", "--data", "org/data", "--toy"]
+    assert module.main(argv) == ["tree_size", "break_even"]
+    (tree_size, *first), (_, *second) = ran
+    assert tree_size == str(EXPERIMENTS / "tree_size.py")
+    assert "org/heads" in first
+    assert "org/data" not in first
+    assert "org/data" in second
+    assert "org/heads" not in second
+    assert first[-1] == second[-1] == "--toy"
+
+
+def test_run_all_ends_where_one_fails(experiment, tmp_path, monkeypatch):
+    module = experiment("run_all")
+    monkeypatch.setattr(module.subprocess, "run", lambda words: SimpleNamespace(returncode=3))
+    with pytest.raises(SystemExit, match="3"):
+        module.main(["--output", str(tmp_path)])
