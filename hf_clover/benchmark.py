@@ -178,16 +178,16 @@ def measure(
     skipped: dict[int, str] = {}
     bar = tqdm(total=(repeats * len(batches) + 1) * len(methods), disable=not progress, unit="run", leave=False)
     bar.set_description(f"batch {batch_size}, temperature {temperature:g}, {cache_implementation}")
-    peaks = []
-    for place, method in enumerate(methods):  # what a device does only once is not timed
-        with _peak_memory(target.device) as peak:
-            try:
+    peaks: list[dict[str, float]] = [{} for _ in methods]
+    for place, method in enumerate(methods):  # what a device does only once is neither timed nor counted
+        try:
+            _generate(target, method, batches[0], seed, options)
+            with _peak_memory(target.device) as peaks[place]:
                 _generate(target, method, batches[0], seed, options)
-            except (ValueError, NotImplementedError) as error:
-                if place == 0:
-                    raise
-                skipped[place] = str(error)
-        peaks.append(peak)
+        except (ValueError, NotImplementedError) as error:
+            if place == 0:
+                raise
+            skipped[place] = str(error)
         bar.update()
     for repeat in range(repeats):
         for number, batch in enumerate(batches):

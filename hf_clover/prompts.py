@@ -110,14 +110,17 @@ def functions(source: str) -> Iterator[tuple[str, str, int]]:
 
 
 def function_starts() -> Iterator[str]:
-    """Functions that nobody has learned, up to their first line of code; one of each module in turn."""
+    """Functions that nobody has learned, up to their first line of code; one of each module in turn.
+
+    Without the line break, which a tokenizer joins with the indentation that comes after it.
+    """
     by_module = []
     for source in held_out_sources().values():
         chosen = []
         for _, text, before in functions(source):
             lines = text.splitlines(keepends=True)
             if len(lines) > before + 5 and before < 20:
-                chosen.append("".join(lines[: before + 1]))
+                chosen.append("".join(lines[: before + 1]).removesuffix("\n"))
         by_module.append(chosen)
     for round_of_modules in zip_longest(*by_module):
         yield from (start for start in round_of_modules if start is not None)

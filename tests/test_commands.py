@@ -386,7 +386,7 @@ def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_chat(models):
-    process = start("chat", *models, "--max-new-tokens", "400")
+    process = start("chat", *models, "--max-new-tokens", "2000")
     process.stdin.write(b"def f(x):\n")
     process.stdin.flush()
     read_until(process, b"continued; /help lists the commands\n")
@@ -402,7 +402,7 @@ def test_a_real_ctrl_c_in_chat(models):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_generate(models):
-    process = start("generate", "(((", *models, "--max-new-tokens", "450")
+    process = start("generate", "(((", *models, "--max-new-tokens", "50000")
     read_until(process, b"(((")
     process.stdout.read(2)
     process.send_signal(signal.SIGINT)

@@ -29,7 +29,7 @@ def docstring_starts() -> Iterator[str]:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 lines = (ast.get_docstring(node) or "").splitlines(keepends=True)
                 if 8 <= len(lines) <= 40:
-                    yield '"""' + "".join(lines[: len(lines) // 2])
+                    yield '"""' + "".join(lines[: len(lines) // 2]).removesuffix("\n")
 
 
 def rewrites() -> Iterator[str]:

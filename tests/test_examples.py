@@ -1,0 +1,149 @@
+"""The examples, as a newcomer runs them: the stand-in as it lies in the repository, and how it is made, in small."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_text import save_folders
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_clover.benchmark import measure, plain, with_heads
+from hf_clover.prompts import HELD_OUT, load_prompts, standard_library
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+STAND_IN = EXAMPLES / "stand_in"
+HEADS = ("heads", "clover", "medusa")
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def stand_in():
+    tokenizer = AutoTokenizer.from_pretrained(STAND_IN / "target")
+    return AutoModelForCausalLM.from_pretrained(STAND_IN / "target", dtype=torch.float32), tokenizer
+
+
+def test_the_quick_start_from_the_command_line(tmp_path):
+    command = [sys.executable, EXAMPLES / "quickstart.py", "--max-new-tokens", "12", "--output", tmp_path / "q.png"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "\x1b" not in said, "no colour where there is no terminal"
+    assert re.search(r"clover-2 .*yes", said)
+    assert "hf-clover train" in said
+    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_quick_start_measures_what_it_shows(tmp_path, capsys):
+    result = load("quickstart").main(["--output", str(tmp_path / "q.png")])
+    said = capsys.readouterr().out
+    assert f"{result['rows'][1]['tokens_per_forward']:.2f}" in said
+    assert result["rows"][1]["identical"] is True
+    assert result["rows"][1]["tokens_per_forward"] > 2
+
+
+@pytest.mark.parametrize("folder", HEADS)
+def test_the_stand_ins_heads_draft_what_its_target_says(stand_in, folder):
+    target, tokenizer = stand_in
+    heads = AutoModel.from_pretrained(STAND_IN / folder, dtype=torch.float32)
+    prompts = load_prompts("stand-in", tokenizer, limit=24)[20:]  # not those of the quick start
+    _, row = measure(target, tokenizer, [plain(), with_heads(heads)], prompts, max_new_tokens=64, repeats=1)
+    assert row["identical"] is True
+    assert row["tokens_per_forward"] > {"heads": 2.0, "clover": 1.5, "medusa": 1.3}[folder]
+
+
+def test_the_stand_in_is_small_and_says_how_it_was_made():
+    sizes = {folder: sum(f.stat().st_size for f in (STAND_IN / folder).iterdir()) for folder in ("target", *HEADS)}
+    assert sizes["target"] + sizes["heads"] < 25e6
+    report = json.loads((STAND_IN / "target" / "training.json").read_text())
+    card = (STAND_IN / "target" / "README.md").read_text()
+    assert f"{report['held_out_loss']:.3f}" in card
+    trained = []
+    for folder in HEADS:
+        results = json.loads((STAND_IN / folder / "clover_results.json").read_text())
+        card = (STAND_IN / folder / "README.md").read_text()
+        (row,) = results["benchmarks"][0]["rows"]
+        assert f"| {row['tokens_per_forward']:.2f} |" in card
+        assert f"{results['acceptance']['by_head'][0]['top1']:.1%}" in card
+        trained.append((results["training"]["tokens"], results["training"]["datasets"]))
+    assert trained[0] == trained[1] == trained[2], "the same data, the same number of tokens"
+
+
+def test_it_is_made_by_one_script_that_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    script = load("train_stand_in")
+    whole = script.source_files
+    monkeypatch.setattr(script, "PACKAGES", ("typer",))
+    monkeypatch.setattr(script, "source_files", lambda root, limit, rng: whole(root, min(limit, 200_000), rng))
+    monkeypatch.setattr(script, "CONTINUED_AT_ONCE", 8)
+    monkeypatch.setattr(script, "EVALUATED", 8)
+    monkeypatch.setattr(script, "load_prompts", lambda name, tokenizer, limit: load_prompts(name, tokenizer, 1))
+    small = ["--minutes", "0.05", "--layers", "1", "--width", "128", "--vocabulary", "300", "--tokens-per-step", "512"]
+    argv = ["train_stand_in.py", *small, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    monkeypatch.setattr(sys, "argv", argv)
+    real = script.train_heads
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "train_heads", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        script.main()
+    weights = (tmp_path / "out" / "target" / "model.safetensors").stat().st_mtime_ns
+    monkeypatch.setattr(script, "train_heads", real)
+    script.main()
+    assert (tmp_path / "out" / "target" / "model.safetensors").stat().st_mtime_ns == weights, "not trained anew"
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "target")
+    assert target.dtype == torch.bfloat16
+    for folder in HEADS:
+        heads = AutoModel.from_pretrained(tmp_path / "out" / folder)
+        assert heads.config.target_name_or_path == "target"
+        assert "tokens per forward" in (tmp_path / "out" / folder / "README.md").read_text()
+
+
+def test_held_out_modules_are_left_out_of_training(monkeypatch):
+    import numpy as np
+
+    script = load("train_stand_in")
+    texts = set(script.source_files(standard_library(), 10**9, np.random.default_rng(0)))
+    for name in HELD_OUT:
+        path = standard_library() / f"{name}.py"
+        assert not path.exists() or path.read_text() not in texts
+    assert (standard_library() / "argparse.py").read_text() in texts
+    assert not any("class TestCase" in text[:2000] and "import unittest" in text[:2000] for text in texts)
+
+
+def test_hello():
+    said = subprocess.run([sys.executable, EXAMPLES / "hello.py"], capture_output=True, text=True, check=True).stdout
+    assert said.count("yes") == 2
+
+
+def test_training_memory_tells_what_it_measured():
+    command = [sys.executable, EXAMPLES / "benchmarks" / "training_memory.py", "--positions", "512"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    peaks = {int(size.replace(",", "")): int(mib) for size, mib in re.findall(r"^ *([\d,]+) +(\d+) +\d", said, re.M)}
+    assert set(peaks) == {8_192, 32_768, 131_072}
+    assert 0 < max(peaks.values()) < 700, "chunks have a largest size"
+    assert "Qwen3-8B" in said
+
+
+def test_train_is_the_command_line_program(tmp_path):
+    save_folders(tmp_path)
+    rows = "\n".join(json.dumps({"text": f"def f(x):\n    return x[{'a' * i}:]\n" * 2}) for i in range(8))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(rows)
+    options = {
+        "teacher_model_name_or_path": tmp_path / "target", "dataset_name": tmp_path / "data", "use_cpu": "true",
+        "output_dir": tmp_path / "out", "max_steps": 2, "bf16": "false", "report_to": "none", "save_strategy": "no",
+    }  # fmt: skip
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    subprocess.run([sys.executable, EXAMPLES / "train.py", *words], capture_output=True, text=True, check=True)
+    assert AutoModel.from_pretrained(tmp_path / "out").config.variant == "clover-2"
+    assert "How they were trained" in (tmp_path / "out" / "README.md").read_text()
