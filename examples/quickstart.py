@@ -44,9 +44,7 @@ def main(argv: list[str] | None = None) -> dict:
         target, tokenizer, [plain(), with_heads(heads)], prompts, max_new_tokens=args.max_new_tokens, repeats=2
     )
 
-    console.print(
-        "The second one once more, live. In colour: tokens that came free, drafted and confirmed:\n"
-    )
+    console.print("The second one once more, live. In colour: tokens that came free, drafted and confirmed:\n")
     inputs = {
         "input_ids": torch.tensor([prompts[1]]),
         "attention_mask": torch.ones(1, len(prompts[1]), dtype=torch.long),
