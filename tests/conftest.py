@@ -1,6 +1,7 @@
 """Offline, on the CPU, deterministic: every test sees the same machine."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -11,6 +12,9 @@ import pytest
 import torch
 
 import hf_clover  # noqa: F401  (installs the hook)
+
+# A shell starts what runs in its background with Ctrl-C ignored, and programs started here would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

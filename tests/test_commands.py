@@ -402,7 +402,7 @@ def test_a_real_ctrl_c_in_chat(models):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_generate(models):
-    process = start("generate", "(((", *models, "--max-new-tokens", "50000")
+    process = start("generate", "(((", *models, "--max-new-tokens", "4000")
     read_until(process, b"(((")
     process.stdout.read(2)
     process.send_signal(signal.SIGINT)
