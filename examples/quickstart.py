@@ -25,8 +25,8 @@ HERE = Path(__file__).resolve().parent
 
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(HERE / STAND_IN.replace("-", "_") / "target"))
-    parser.add_argument("--heads", default=str(HERE / STAND_IN.replace("-", "_") / "heads"))
+    parser.add_argument("--target", default=str(HERE / "stand_in" / "target"))
+    parser.add_argument("--heads", default=str(HERE / "stand_in" / "heads"))
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart.png"))
     args = parser.parse_args(argv)

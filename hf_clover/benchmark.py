@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,7 @@ def _speeds(repeats: list[list[_Run]], baseline: list[list[_Run]]) -> dict[str, 
 
     speeds = [speed(runs) for runs in repeats]
     speedups = [mine / speed(theirs) for mine, theirs in zip(speeds, baseline)]
+    speedup = statistics.median(speedups)
     records = [run.stats for runs in repeats for run in runs]
     forwards = sum(record.row_forwards for record in records)
     per_forward = sum(record.new_tokens for record in records) / max(forwards, 1)
@@ -241,14 +242,14 @@ def _speeds(repeats: list[list[_Run]], baseline: list[list[_Run]]) -> dict[str, 
     seconds["other"] = max(0.0, total - sum(seconds.values()))
     trees = max(forwards - sum(len(run.sequences) for runs in repeats for run in runs), 1)  # the prompt has none
     deepest = max(len(record.accepted_by_depth) for record in records)
-    by_depth = [sum(next(islice(r.accepted_by_depth, d, None), 0) for r in records) for d in range(deepest)]
+    by_depth = [sum(sum(record.accepted_by_depth[d : d + 1]) for record in records) for d in range(deepest)]
     return {
         "tokens_per_second": statistics.median(speeds),
         "tokens_per_second_range": [min(speeds), max(speeds)],
         "tokens_per_forward": per_forward,
-        "speedup": statistics.median(speedups),
+        "speedup": speedup,
         "speedup_range": [min(speedups), max(speedups)],
-        "efficiency": statistics.median(speedups) / per_forward,
+        "efficiency": speedup / per_forward,
         "seconds": {part: value / len(repeats) for part, value in seconds.items()},
         "acceptance_by_depth": [count / trees for count in by_depth],
     }
