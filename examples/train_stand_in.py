@@ -281,7 +281,7 @@ def write_continuations(args: argparse.Namespace, target: LlamaForCausalLM, stre
 
 
 def heads_trainer(
-    args: argparse.Namespace, variant: str, target: LlamaForCausalLM, tokenizer, data: Dataset, steps: int
+    args: argparse.Namespace, variant: str, target: LlamaForCausalLM, tokenizer, data: Dataset, steps: int, save: str
 ) -> CloverTrainer:
     return CloverTrainer(
         teacher_model=target,
@@ -295,6 +295,7 @@ def heads_trainer(
             per_device_train_batch_size=args.tokens_per_step // SHORT,
             per_device_eval_batch_size=args.tokens_per_step // SHORT,
             lr_scheduler_type="linear",
+            save_strategy=save,
             save_steps=100,
             save_total_limit=1,
             logging_steps=20,
@@ -312,9 +313,8 @@ def heads_trainer(
 
 
 def seconds_per_step(args: argparse.Namespace, variant: str, *rest) -> float:
-    trainer = heads_trainer(args, variant, *rest, steps=1)
-    trainer.train()
-    trainer = heads_trainer(args, variant, *rest, steps=3)
+    heads_trainer(args, variant, *rest, steps=1, save="no").train()  # a checkpoint would be gone on from
+    trainer = heads_trainer(args, variant, *rest, steps=3, save="no")
     started = time.monotonic()
     trainer.train()
     return (time.monotonic() - started) / 3
@@ -332,7 +332,7 @@ def train_heads(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer, c
     for folder, variant in HEADS.items():
         if (args.out / folder / "model.safetensors").exists():
             continue
-        trainer = heads_trainer(args, variant, target, tokenizer, data, steps)
+        trainer = heads_trainer(args, variant, target, tokenizer, data, steps, save="steps")
         has_checkpoint = any(Path(trainer.args.output_dir).glob("checkpoint-*"))
         trainer.train(resume_from_checkpoint=has_checkpoint)
         if trainer.was_interrupted:
