@@ -5,6 +5,7 @@ The other commands are in tests/training/test_cli.py and tests/hub.
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -370,7 +371,8 @@ def test_ctrl_c_while_nothing_is_generated_explains_itself(target):
 def start(*words: str) -> subprocess.Popen:
     code = "from hf_clover.cli import main; main()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-u", "-c", code, *words], **pipes)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the other tests' processes have the other cores
+    return subprocess.Popen([sys.executable, "-u", "-c", code, *words], env=one_thread, **pipes)
 
 
 def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> bytes:
@@ -386,7 +388,7 @@ def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_chat(models):
-    process = start("chat", *models, "--max-new-tokens", "2000")
+    process = start("chat", *models, "--max-new-tokens", "500")  # the second answer is written to its end
     process.stdin.write(b"def f(x):\n")
     process.stdin.flush()
     read_until(process, b"continued; /help lists the commands\n")
