@@ -23,7 +23,7 @@ class PlantingGenerator(CloverCandidateGenerator):
     start: int  # how many of the truth's columns are the prompt
 
     def extend(self, hidden, next_tokens, positions, counts):
-        first = self.state is None
+        first = self.roots is None
         super().extend(hidden, next_tokens, positions, counts)
         if first:  # the prompt, and the first emitted token
             self.place = [self.start + 1] * len(counts)

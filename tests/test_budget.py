@@ -1,39 +1,53 @@
-"""How many nodes a tree gets: the defaults, what a cache has room for, and the refusals."""
+"""How many nodes a tree gets: the refusals, the fixed number, and the number that follows machine and draft.
+
+The automatic budget is run against a simulated machine, whose clock it is told; tokens with it are compared in a real
+`generate`, where it may choose what it likes.
+"""
+
+import gc
+import random
 
 import pytest
 import torch
+from fitting import fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from zoo import build
 
-from hf_clover.decoding.budget import DEFAULT_NODES, FEWEST_NODES, resolve_budget
+from hf_clover import CloverHeads
+from hf_clover.decoding import budget as module
+from hf_clover.decoding.budget import (
+    LEARNING,
+    LONGEST_REST,
+    PLAIN_EVERY,
+    SHORTEST_REST,
+    SIZES,
+    Acceptance,
+    AutomaticBudget,
+    Costs,
+    Experience,
+    FixedBudget,
+    Recent,
+    check_nodes,
+    make_budget,
+)
+from hf_clover.decoding.tree import Tree, root_only
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "nodes"), [(1, 24), (2, 12), (3, 8), (4, 6), (5, 4), (6, 4), (7, 4), (24, 4), (500, 4)]
-)
-def test_the_default_is_shared_by_the_rows(batch_size, nodes):
-    assert resolve_budget(None, batch_size) == nodes
+# ---------------------------------------------------------------------- what is asked for
 
 
 @steady
-@given(st.integers(1, 200), st.integers(-50, 50))
-def test_the_default_fits_the_room(batch_size, room):
-    free = resolve_budget(None, batch_size)
-    assert FEWEST_NODES <= free <= DEFAULT_NODES
-    assert resolve_budget(None, batch_size, room) == max(0, min(free, room))
-
-
-@steady
-@given(st.integers(1, 10_000), st.integers(1, 64), st.none() | st.integers(-5, 10_000))
-def test_what_is_asked_is_given_or_refused(asked, batch_size, room):
-    """Never a silent change of a number that the user chose; the batch size does not count."""
+@given(st.integers(1, 10_000), st.none() | st.integers(-5, 10_000))
+def test_what_is_asked_is_given_or_refused(asked, room):
+    """Never a silent change of a number that the user chose."""
     if room is None or asked <= room:
-        assert resolve_budget(asked, batch_size, room) == asked
+        assert check_nodes(asked, room) == asked
     else:
         with pytest.raises(ValueError, match="is more than the cache can hold"):
-            resolve_budget(asked, batch_size, room)
+            check_nodes(asked, room)
 
 
 @pytest.mark.parametrize("asked", [0, -1, -24, True, False, 2.0, 2.5, "4", "auto", [4], torch.tensor(4)])
@@ -41,7 +55,7 @@ def test_what_is_no_tree_size_is_refused(asked):
     with pytest.raises(
         ValueError, match=r"`num_assistant_tokens=.*` is no tree size: .*positive integer.*None"
     ) as error:
-        resolve_budget(asked, 1)
+        check_nodes(asked)
     assert repr(asked) in str(error.value)
 
 
@@ -52,10 +66,258 @@ def test_more_than_the_cache_holds_is_refused(asked, room, nodes):
         r"Lower `num_assistant_tokens`, or raise `max_cache_len`"
     )
     with pytest.raises(ValueError, match=message):
-        resolve_budget(asked, 1, room)
+        check_nodes(asked, room)
 
 
-def test_the_exact_room_is_enough():
-    assert resolve_budget(4, 1, 4) == 4
-    assert resolve_budget(None, 1, 24) == 24
-    assert resolve_budget(None, 1, 23) == 23
+@pytest.fixture
+def target():
+    return build("llama", vocab_size=16)
+
+
+@pytest.fixture
+def heads(target):
+    return CloverHeads.from_target(target)
+
+
+def test_which_budget(target, heads):
+    fixed = make_budget(7, False, target, heads)
+    assert isinstance(fixed, FixedBudget)
+    assert [fixed.ask(rows, 9) for rows in (1, 4)] == [7, 7]
+    assert make_budget(None, False, target, heads).sizes == list(SIZES)
+    assert make_budget(12, True, target, heads).sizes == [size for size in SIZES if size <= 12]
+    assert make_budget(None, False, target, heads, room=5).sizes == [0, 1, 2, 3, 5]
+    assert make_budget(None, False, target, heads, room=-3).sizes == [0]
+
+
+def test_what_is_learned_stays_with_target_and_heads(target, heads):
+    budget = make_budget(None, False, target, heads, "dynamic", "greedy")
+    budget._look_up(1, 100).plain.add(0.5)
+    again = make_budget(None, False, target, heads, "dynamic", "greedy")
+    assert again._look_up(1, 100).plain.value == 0.5
+    assert again._look_up(1, 300).plain.value == 0.5, "begins with what is known of the length next to it"
+    assert again._look_up(2, 100).plain.value is None
+    assert make_budget(None, False, target, heads, "static")._look_up(1, 100).plain.value is None
+    assert make_budget(None, False, target, CloverHeads.from_target(target))._look_up(1, 100).plain.value is None
+
+
+def test_what_was_learned_goes_with_the_heads():
+    target = build("llama", vocab_size=16)
+    heads = CloverHeads.from_target(target)
+    make_budget(None, False, target, heads)
+    assert len(module._experience[target]) == 1
+    del heads
+    gc.collect()
+    assert len(module._experience[target]) == 0
+
+
+# ---------------------------------------------------------------------- a simulated machine
+
+
+class Machine:
+    """Steps that cost what they are said to, and drafts that are accepted as often as they promise, times `worth`."""
+
+    def __init__(self, plain, draft, start, slope, worth=1.0, top=0.8, rows=1, ceiling=63, noise=0.0):
+        self.plain, self.draft, self.start, self.slope, self.worth, self.top = plain, draft, start, slope, worth, top
+        self.rows, self.noise, self.rng = rows, noise, random.Random(0)
+        self.budget = AutomaticBudget(Experience(), ceiling, None, None)
+        self.sizes, self.seconds, self.tokens = [], 0.0, 0
+
+    def tree(self, nodes):
+        """A chain: node i is right if all before it are, each with probability `top`."""
+        if nodes == 0:
+            return root_only(torch.zeros(self.rows, dtype=torch.long))
+        log_probs = torch.arange(nodes + 1).float() * torch.tensor(self.top).log()  # [n]
+        shape = (self.rows, nodes + 1)
+        order = torch.arange(nodes + 1).expand(shape)
+        ones = torch.ones(shape, dtype=torch.bool)
+        return Tree(order, (order - 1).clamp(min=0), order, log_probs.expand(shape), ones, nodes)
+
+    def forward(self, nodes):
+        return self.start + self.slope * nodes if nodes else self.plain
+
+    def step(self):
+        rows = list(range(self.rows))
+        drafted = self.tree(self.budget.ask(self.rows, 100))
+        tree = self.budget.cut(drafted, rows)
+        nodes = tree.size - 1
+        paths = []
+        for _ in rows:
+            accepted = 0
+            while accepted < nodes and self.rng.random() < self.top * self.worth:
+                accepted += 1
+            paths.append(list(range(accepted + 1)))
+        slow = 1 + self.noise * self.rng.random() + (20 * self.noise if self.rng.random() < 0.02 else 0)
+        draft = self.draft * slow if drafted.size > 1 else 0.0
+        forward = self.forward(nodes) * slow
+        self.budget.learn(tree, paths, draft, forward)
+        self.sizes.append(nodes)
+        self.seconds += draft + forward
+        self.tokens += sum(map(len, paths))
+
+    def run(self, steps):
+        self.sizes, self.seconds, self.tokens = [], 0.0, 0
+        for _ in range(steps):
+            self.step()
+        return self.tokens / self.seconds
+
+    def best(self):
+        """Tokens a second at the best fixed size."""
+        right = self.top * self.worth
+        rates = []
+        for nodes in SIZES:
+            tokens = self.rows * sum(right**depth for depth in range(nodes + 1))
+            rates.append(tokens / (self.forward(nodes) + (self.draft if nodes else 0.0)))
+        return max(rates)
+
+
+MACHINES = {
+    "a forward of any size costs the same": dict(plain=10e-3, draft=1e-3, start=10e-3, slope=0.0),
+    "every node costs": dict(plain=10e-3, draft=3e-3, start=11e-3, slope=1.5e-3),
+    "unsure heads": dict(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.4),
+    "heads that promise too much": dict(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3, top=0.9, worth=0.6),
+    "a batch": dict(plain=12e-3, draft=4e-3, start=13e-3, slope=2e-3, rows=8, top=0.7),
+    "a busy machine": dict(plain=10e-3, draft=3e-3, start=11e-3, slope=1e-3, noise=0.3),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_near_the_best_fixed_size(machine):
+    machine = Machine(**MACHINES[machine])
+    slow = 1 + 0.5 * machine.noise + 0.02 * 20 * machine.noise  # on average
+    machine.run(40)
+    assert machine.run(600) * slow > 0.9 * machine.best()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_heads_that_know_nothing_cost_next_to_nothing(rows):
+    machine = Machine(plain=10e-3, draft=6e-3, start=12e-3, slope=0.5e-3, top=0.05, worth=0.0, rows=rows)
+    plain = rows / machine.plain
+    machine.run(32)
+    assert sum(size > 0 for size in machine.sizes) >= LEARNING, "it did look"
+    assert machine.run(128) > 0.95 * plain
+    assert machine.run(2000) > 0.99 * plain
+    assert machine.budget.costs.rest == LONGEST_REST
+
+
+def test_drafting_comes_back_when_it_pays_again():
+    machine = Machine(plain=10e-3, draft=4e-3, start=11e-3, slope=0.5e-3, top=0.1)
+    machine.run(400)
+    assert sum(machine.sizes) < 400
+    machine.top = 0.9
+    machine.run(2 * LONGEST_REST)
+    machine.run(50)
+    assert sum(machine.sizes) / 50 > 3
+    assert machine.budget.costs.rest == SHORTEST_REST
+
+
+def test_plain_steps_are_measured_again_only_where_it_is_close():
+    clear = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.1e-3)
+    close = Machine(plain=10e-3, draft=8e-3, start=13e-3, slope=0.5e-3, top=0.6)
+    clear.run(300)
+    close.run(300)
+    assert clear.sizes.count(0) == 1
+    assert close.sizes.count(0) > 300 // PLAIN_EVERY
+
+
+def test_a_ceiling_holds():
+    machine = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.0, ceiling=6)
+    machine.run(200)
+    assert max(machine.sizes) == 5
+
+
+def test_the_line_through_costs():
+    costs = Costs()
+    costs.plain.add(9.0)
+    costs.forwards.extend([(4, 14.0), (8, 18.0), (16, 26.0)] * 8 + [(8, 500.0)])
+    start, slope = costs.line()
+    assert start == pytest.approx(10.0, abs=0.2)
+    assert slope == pytest.approx(1.0, abs=0.02)
+    costs.forwards.clear()
+    costs.forwards.extend([(10, 19.0)] * 5)
+    start, slope = costs.line()
+    assert (start, slope) == (pytest.approx(9.0), pytest.approx(1.0)), "of one size: from the plain step"
+
+
+def test_the_median_forgets_and_ignores_one_slow_call():
+    recent = Recent(5)
+    assert recent.value is None
+    for value in (900.0, 1.0, 1.1, 1.2):
+        recent.add(value)
+    assert recent.value < 1.2
+    for _ in range(5):
+        recent.add(7.0)
+    assert recent.value == 7.0
+
+
+def test_acceptance_learns_what_probabilities_are_worth():
+    acceptance = Acceptance()
+    log_probs = torch.tensor([[0.9, 0.3, 0.02]]).log()
+    torch.testing.assert_close(acceptance.expected(log_probs), log_probs.exp())
+    for step in range(400):  # the first node is right half of the time, the second never, the third always
+        acceptance.learn(log_probs, [[0, 1, 3] if step % 2 else [0, 3]])
+    first, second, third = acceptance.expected(log_probs)[0].tolist()
+    assert first == pytest.approx(0.5, abs=0.05)
+    assert second < 0.03
+    assert 0.4 < third < 0.6
+    places_that_could_not_be_filled = torch.full((1, 2), -torch.inf)
+    assert acceptance.expected(places_that_could_not_be_filled).tolist() == [[0.0, 0.0]]
+
+
+# ---------------------------------------------------------------------- in generate
+
+
+@pytest.mark.automatic
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "heuristic"}])
+def test_tokens_do_not_depend_on_it(target, sampled, settings, monkeypatch):
+    """Whatever it chooses: a clock that jumps about makes it try everything, rests included."""
+    ids = torch.tensor([[1, 4, 2, 5, 3]])
+    heads = fit(CloverHeads.from_target(target), target, prompt=ids)
+    rng = random.Random(1)
+    now = [0.0]
+
+    def clock():
+        now[0] += rng.choice([0.0005, 0.002, 0.008])
+        return now[0]
+
+    monkeypatch.setattr("hf_clover.decoding.loop.time.perf_counter", clock)
+    common = {"input_ids": ids, "max_new_tokens": 200, "do_sample": sampled, "pad_token_id": 0}
+    torch.manual_seed(3)
+    plain = target.generate(**common)
+    torch.manual_seed(3)
+    out = target.generate(**common, assistant_model=heads, return_dict_in_generate=True, **settings)
+    assert torch.equal(out.sequences, plain)
+    sizes = out.speculation.tree_sizes
+    assert len(set(sizes)) >= 3
+    assert 0 in sizes
+    assert not settings or max(sizes) <= 6
+    assert out.speculation.accepted_tokens > 0
+
+
+@pytest.mark.automatic
+def test_the_heads_see_later_what_they_did_not_draft(target):
+    """After a rest they stand where heads stand that drafted all along."""
+    ids = torch.tensor([[1, 4, 2, 5, 3]])
+    heads = fit(CloverHeads.from_target(target), target, prompt=ids)
+    trees = {}
+    for rests in (False, True):
+        seen = trees.setdefault(rests, [])
+
+        class Alternating(FixedBudget):
+            def ask(self, rows, context):
+                return 0 if rests and context % 3 else self.nodes  # noqa: B023
+
+            def cut(self, tree, rows):
+                seen.append((tree.tokens[0, 0].item(), tree.log_probs[0, 1:]))  # noqa: B023
+                return tree.first(0)  # a step at a time, so that both stand at the same places
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("hf_clover.decoding.loop.make_budget", lambda *_: Alternating(8))
+            target.generate(input_ids=ids, max_new_tokens=30, assistant_model=heads, do_sample=False, pad_token_id=0)
+    compared = 0
+    for (root, always), (same_root, later) in zip(trees[False], trees[True], strict=True):
+        assert root == same_root
+        if len(later):
+            torch.testing.assert_close(always, later, atol=1e-5, rtol=1e-5)
+            compared += 1
+    assert 5 < compared < 15

@@ -1,20 +1,42 @@
 """How many nodes a tree gets.
 
-Contract: one function from the settings to a number. The number changes time, never tokens.
+Contract: a budget is asked before each step how many nodes to draft (`ask`), cuts the tree that was drafted (`cut`),
+and is told what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says
+the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step costs
+(`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities
+are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second. Where drafting
+promises less than plain steps give, it rests, twice as long each time, and the heads do nothing meanwhile.
+
+Shapes: B rows, N draft nodes.
 """
 
+import statistics
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
-DEFAULT_NODES = 24  # at batch 1; shared by the rows of a batch, whose forward is nearer to the limit of arithmetic
-FEWEST_NODES = 4  # the first paper's budget for large batches
+import torch
+from transformers import PreTrainedModel
+
+from ..modeling_clover import CloverHeads
+from .tree import Tree
+
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
+SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
+START = 24  # nodes of the first trees, shared by the rows
+LEARNING = 6  # trees that are looked at before drafting may rest
+SHORTEST_REST, LONGEST_REST = 8, 512  # steps
+SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing
+PLAIN_EVERY = 64  # steps, where it does
+EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 
 
-def resolve_budget(asked: Any, batch_size: int, room: int | None = None) -> int:
-    """`num_assistant_tokens`, checked; None lets the machine choose. `room`: nodes that a fixed cache still holds."""
+def check_nodes(asked: Any, room: int | None = None) -> int | None:
+    """`num_assistant_tokens`, refused if it is no tree size. `room`: nodes that a fixed cache still holds."""
     if asked is None:
-        chosen = max(FEWEST_NODES, DEFAULT_NODES // batch_size)
-        return chosen if room is None else max(0, min(chosen, room))
+        return None
     if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= MOST_NODES:
         raise ValueError(
             f"`num_assistant_tokens={asked!r}` is no tree size: it must be a positive integer, the number of drafted "
@@ -26,3 +48,234 @@ def resolve_budget(asked: Any, batch_size: int, room: int | None = None) -> int:
             f"{max(room, 0)} nodes. Lower `num_assistant_tokens`, or raise `max_cache_len`."
         )
     return asked
+
+
+# ---------------------------------------------------------------------- fixed
+
+
+@dataclass
+class FixedBudget:
+    nodes: int
+
+    def ask(self, rows: int, context: int) -> int:
+        return self.nodes
+
+    def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
+        return tree
+
+    def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
+        pass
+
+
+# ---------------------------------------------------------------------- what is learned
+
+
+class Recent:
+    """The median of the last few values, which neither a first slow call nor a busy machine moves."""
+
+    def __init__(self, count: int = 7) -> None:
+        self.values: deque[float] = deque(maxlen=count)
+
+    def add(self, value: float) -> None:
+        self.values.append(value)
+
+    @property
+    def value(self) -> float | None:
+        return statistics.median(self.values) if self.values else None
+
+
+@dataclass
+class Costs:
+    """Seconds of a plain step, of a draft, and of a forward over a tree: a line through what was seen lately."""
+
+    plain: Recent = field(default_factory=Recent)
+    draft: Recent = field(default_factory=Recent)
+    forwards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
+    advantage: float = 1.25  # of drafting over plain steps, lately; heads get a few steps to show theirs
+    rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a forward, and of every further node in it, by least squares. Outliers are left out, and the
+        plain step counts a little, which decides where all trees were of one size."""
+        limit = 4 * statistics.median(seconds for _, seconds in self.forwards)
+        points = [(nodes, seconds, 1.0) for nodes, seconds in self.forwards if seconds <= limit]
+        if self.plain.value is not None:
+            points.append((0, self.plain.value, 0.5))
+        weight = sum(w for _, _, w in points)
+        x = sum(n * w for n, _, w in points) / weight
+        y = sum(s * w for _, s, w in points) / weight
+        spread = sum(w * (n - x) ** 2 for n, _, w in points)
+        slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else 0.0
+        slope = max(slope, 0.0)
+        return y - slope * x, slope
+
+    def copy(self) -> "Costs":
+        new = Costs(advantage=self.advantage, rest=self.rest)
+        new.plain.values.extend(self.plain.values)
+        new.draft.values.extend(self.draft.values)
+        new.forwards.extend(self.forwards)
+        return new
+
+
+class Acceptance:
+    """What a joint probability is worth: by halves (1 to 1/2, 1/2 to 1/4, ...), how many nodes the target accepted
+    against how many were promised, forgetting slowly."""
+
+    BINS, MEMORY = 12, 0.98
+
+    def __init__(self) -> None:
+        self.promised, self.kept = torch.zeros(self.BINS), torch.zeros(self.BINS)
+        self.trees = 0  # looked at
+
+    def bins(self, log_probs: torch.Tensor) -> torch.Tensor:
+        return (log_probs * -1.4427).clamp(0, self.BINS - 1).long()  # of base 2
+
+    def expected(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """[B, N] -> the probability that each node is accepted."""
+        factor = (self.kept + 1) / (self.promised + 1)  # [bins]
+        return (log_probs.exp() * factor[self.bins(log_probs)]).clamp(max=1.0)
+
+    def learn(self, log_probs: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
+        """log_probs [B, N] of the rows that walked `paths`."""
+        bins = self.bins(log_probs)
+        rows = [row for row, path in enumerate(paths) for _ in path[1:]]
+        nodes = [node - 1 for path in paths for node in path[1:]]
+        self.promised = self.MEMORY * self.promised
+        self.promised += torch.bincount(bins.flatten(), log_probs.exp().flatten(), self.BINS)
+        self.kept = self.MEMORY * self.kept + torch.bincount(bins[rows, nodes], minlength=self.BINS)
+
+
+@dataclass
+class Experience:
+    """What was learned of one target with one set of heads."""
+
+    costs: dict[Hashable, Costs] = field(default_factory=dict)
+    acceptance: dict[Hashable, Acceptance] = field(default_factory=dict)
+
+
+_experience: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[CloverHeads, Experience]] = WeakKeyDictionary()
+
+
+# ---------------------------------------------------------------------- automatic
+
+
+class AutomaticBudget:
+    def __init__(self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable) -> None:
+        """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on."""
+        self.experience, self.mode = experience, mode
+        self.sizes = [size for size in SIZES if size <= ceiling]
+        self.acceptance = experience.acceptance.setdefault(picking, Acceptance())
+        self.costs: Costs | None = None
+        self.key: Hashable = None
+        self.resting = 0  # steps
+        self.drafts = self.since_plain = 0
+        self.reach = self.sizes[-1]  # nodes drafted, of which the best are taken
+        self.chosen: deque[int] = deque(maxlen=8)
+        self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
+
+    def ask(self, rows: int, context: int) -> int:
+        costs = self._look_up(rows, context)
+        if self.resting or costs.plain.value is None or self._must_compare(costs):
+            self.resting = max(self.resting - 1, 0)
+            return 0
+        if not self.chosen:
+            self.reach = self._snapped(max(START // rows, 1))
+        return self.reach
+
+    def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
+        """`rows`: those that are unfinished."""
+        self.log_probs = None
+        if tree.size == 1:
+            return tree
+        log_probs = tree.log_probs[:, 1:].cpu()[list(rows)]  # [rows, N]; the one wait for the draft
+        best = self._best(log_probs)
+        self.chosen.append(best)
+        larger = (size for size in self.sizes if size > best)
+        self.reach = next(larger, best) if best >= self.reach else max(1, *self.chosen)
+        self.log_probs = log_probs[:, :best]
+        return tree.first(best)
+
+    def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
+        """`paths` of the rows that were unfinished."""
+        nodes = tree.size - 1
+        self.since_plain += 1
+        if nodes == 0:
+            self.costs.plain.add(forward_seconds)
+            self.since_plain = 0
+        else:
+            self.costs.forwards.append((nodes, forward_seconds))
+            self.acceptance.learn(self.log_probs, paths)
+        if self.log_probs is not None:
+            self.costs.draft.add(draft_seconds)
+
+    def _look_up(self, rows: int, context: int) -> Costs:
+        key = (self.mode, rows, context.bit_length())
+        if key != self.key:
+            known = self.experience.costs
+            if key not in known:  # begin with what is known of the text length next to it
+                others = [other for other in known if other[:2] == key[:2]]
+                nearest = min(others, key=lambda other: abs(other[2] - key[2]), default=None)
+                known[key] = Costs() if nearest is None else known[nearest].copy()
+            self.key, self.costs = key, known[key]
+        return self.costs
+
+    def _must_compare(self, costs: Costs) -> bool:
+        return self.since_plain >= PLAIN_EVERY and costs.advantage < SURE
+
+    def _snapped(self, nodes: int) -> int:
+        return max((size for size in self.sizes if size <= nodes), default=0)
+
+    def _best(self, log_probs: torch.Tensor) -> int:
+        """How many nodes of a tree are worth their time."""
+        costs, rows = self.costs, len(log_probs)
+        drafted = int((log_probs > -torch.inf).sum(1).max())  # the rest are places that could not be filled
+        sizes = [size for size in self.sizes if size <= drafted]
+        self.drafts += 1
+        self.acceptance.trees += 1
+        if len(costs.forwards) < 2:  # two sizes make a line
+            return min(self._snapped(max(START // rows >> len(costs.forwards), 1)), sizes[-1])
+        gains = self.acceptance.expected(log_probs).sum(0).cumsum(0).tolist()  # [N] tokens beyond the rows' own
+        start, slope = costs.line()
+        plain, draft = min(costs.plain.value, start), costs.draft.value or 0.0
+        seconds = [draft + (start + slope * size if size else plain) for size in sizes]
+        tokens = [rows + (gains[size - 1] if size else 0.0) for size in sizes]
+        rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
+        place = max(range(len(sizes)), key=rates.__getitem__)
+        self._rest_or_go_on(costs, rates[place] * plain / rows)
+        if self.drafts % EXPLORE_EVERY == 0:
+            up = place == 0 or self.drafts // EXPLORE_EVERY % 2
+            place = min(place + 1, len(sizes) - 1) if up else place - 1
+        if self.acceptance.trees <= LEARNING:  # what is not verified teaches nothing
+            return max(sizes[place], min(self._snapped(max(START // rows // 4, 1)), sizes[-1]))
+        return sizes[place]
+
+    def _rest_or_go_on(self, costs: Costs, advantage: float) -> None:
+        weight = 0.2 if costs.rest == SHORTEST_REST else 0.5  # after a rest a single draft has to tell
+        costs.advantage = (1 - weight) * costs.advantage + weight * advantage
+        if costs.advantage >= 1:
+            costs.rest = SHORTEST_REST
+        elif self.acceptance.trees > LEARNING:
+            self.resting = costs.rest
+            if advantage < 1:
+                costs.rest = min(2 * costs.rest, LONGEST_REST)
+
+
+Budget = FixedBudget | AutomaticBudget
+
+
+def make_budget(
+    asked: int | None,
+    is_ceiling: bool,
+    target: PreTrainedModel,
+    heads: CloverHeads,
+    mode: Hashable = None,
+    picking: Hashable = None,
+    room: int | None = None,
+) -> Budget:
+    """`asked` nodes at every step, or, where it is None or a ceiling, as many as pay."""
+    asked = check_nodes(asked, room)
+    if asked is not None and not is_ceiling:
+        return FixedBudget(asked)
+    ceiling = min(limit for limit in (asked, room, SIZES[-1]) if limit is not None)
+    experience = _experience.setdefault(target, WeakKeyDictionary()).setdefault(heads, Experience())
+    return AutomaticBudget(experience, max(ceiling, 0), (target.device, target.dtype, mode), picking)

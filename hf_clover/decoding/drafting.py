@@ -8,7 +8,9 @@ random numbers of its own.
 Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V vocabulary.
 """
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,74 +21,146 @@ from transformers.utils import logging
 
 from ..modeling_clover import CloverHeads
 from .cache import TreeCache
+from .token_tables import Step, stepper
 from .tree import Tree, grow_chain, grow_global, grow_levels, root_only
 
 logger = logging.get_logger(__name__)
+
+BLOCK = 512  # positions that the heads take in at once where a mask must be made for them
+MOST_WAITING = 256  # positions, beside the prompt, that wait for a tree to be asked for
 
 
 # What a conversation's drafter knows of it, kept as long as the user keeps the conversation's cache.
 _remembered: WeakKeyDictionary[Cache, tuple["CloverCandidateGenerator", int]] = WeakKeyDictionary()
 
 
+@dataclass
+class Settled:
+    """Positions that the target has settled and the heads have not seen."""
+
+    hidden: torch.Tensor  # [B, m, d] before the final norm
+    next_tokens: torch.Tensor  # [B, m] the tokens after them
+    positions: torch.Tensor  # [B, m]
+    counts: list[int]  # per row, how many of the m there are; the others are filling
+
+    @classmethod
+    def joined(cls, parts: list["Settled"]) -> "Settled":
+        if len(parts) == 1:
+            return parts[0]
+        tensors = (tuple(getattr(part, name) for part in parts) for name in ("hidden", "next_tokens", "positions"))
+        hidden, next_tokens, positions = (torch.cat(tensor, dim=1) for tensor in tensors)
+        counts = [sum(of_row) for of_row in zip(*(part.counts for part in parts), strict=True)]
+        if min(counts) < hidden.shape[1]:  # what there is of a row comes first
+            starts = itertools.accumulate((part.hidden.shape[1] for part in parts), initial=0)
+            starts = list(starts)[:-1]
+            index = [
+                [start + i for start, part in zip(starts, parts, strict=True) for i in range(part.counts[row])]
+                for row in range(len(counts))
+            ]
+            width = max(counts)
+            index = torch.tensor([row + [0] * (width - len(row)) for row in index], device=hidden.device)  # [B, m]
+            hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
+            next_tokens, positions = next_tokens.gather(1, index), positions.gather(1, index)
+        return cls(hidden, next_tokens, positions, counts)
+
+    def part(self, start: int, end: int) -> "Settled":
+        counts = [min(max(count - start, 0), end - start) for count in self.counts]
+        return Settled(self.hidden[:, start:end], self.next_tokens[:, start:end], self.positions[:, start:end], counts)
+
+    def at_last(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, m, ...] -> [B, ...] at each row's last position."""
+        if len(set(self.counts)) == 1:
+            return values[:, max(self.counts[0] - 1, 0)]
+        last = torch.tensor([max(count - 1, 0) for count in self.counts], device=values.device)  # [B]
+        return values[torch.arange(len(self.counts), device=values.device), last]
+
+
 class CloverCandidateGenerator(CandidateGenerator):
     requires_model_outputs = True
     model_kwargs_overrides: dict[str, Any] = {}
 
-    def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None) -> None:
-        self.heads, self.config = heads, heads.config
+    def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
+        self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_augmenting_layers) if self.config.has_augmenting_block else None
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
         self.state: torch.Tensor | None = None  # [B, d] what head 0 starts from
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
         self.forwards = 0  # of the target, in transformers' own assisted loop
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
+        self._waiting: list[Settled] = []
+        self._step: Step | None = None
 
     @classmethod
     def for_conversation(
-        cls, heads: CloverHeads, cache: Cache | None, columns: int, prompt_mask: torch.Tensor | None
+        cls,
+        heads: CloverHeads,
+        cache: Cache | None,
+        columns: int,
+        prompt_mask: torch.Tensor | None,
+        block: int | None = None,
     ) -> "CloverCandidateGenerator":
-        """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only."""
+        """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only.
+        `block`: positions that it takes in at once, where the caller wants a limit."""
         kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
-        return kept if kept is not None and kept.heads is heads and known == columns else cls(heads, prompt_mask)
+        if kept is None or kept.heads is not heads or known != columns:
+            return cls(heads, prompt_mask, block)
+        kept._step = None  # the heads may have learned since
+        return kept
 
     def remember(self, cache: Cache, columns: int) -> None:
         _remembered[cache] = (self, columns)
 
     # ------------------------------------------------------------------ keeping up
 
-    @torch.no_grad()
     def extend(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
         """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, d], the tokens after them
-        [B, m] and the positions [B, m] of the hidden states."""
+        [B, m] and the positions [B, m] of the hidden states. The heads look at them when a tree is asked for."""
         device = self.heads.device
-        hidden, next_tokens, positions = hidden.to(device), next_tokens.to(device), positions.to(device)
+        new = Settled(hidden.to(device), next_tokens.to(device), positions.to(device), list(counts))
+        roots = new.at_last(new.next_tokens)  # [B]
+        if min(counts) == 0 and self.roots is not None:  # a row with nothing new stays where it was
+            roots = torch.where(torch.tensor(counts, device=device) > 0, roots, self.roots)
+        self.roots = roots
+        self._waiting.append(new)
+        if sum(each.hidden.shape[1] for each in self._waiting[1:]) >= MOST_WAITING:
+            self._catch_up()
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """Bring the heads' states to where the text stands."""
+        if not self._waiting:
+            return
+        new, self._waiting = Settled.joined(self._waiting), []
+        width, block = new.hidden.shape[1], self.block
         if self.cache is None:
-            states = self.heads.encode(hidden, next_tokens)  # [B, m, d]
+            states = self.heads.encode(new.hidden, new.next_tokens)  # [B, m, d]
         else:
             if not self.cache.lengths:
-                self.cache.finish_filling(hidden.shape[0])
-            new = hidden.shape[1]
-            mask = self._mask(new, device)
-            with self.cache.staged(new):
-                states = self.heads.encode(hidden, next_tokens, mask, positions, self.cache)
-            self.cache.commit([range(count) for count in counts])
-        last = torch.tensor([max(count - 1, 0) for count in counts], device=device)  # [B]
-        rows = torch.arange(len(counts), device=device)
-        state, roots = states[rows, last], next_tokens[rows, last]  # [B, d], [B]
-        if self.state is not None and min(counts) == 0:  # a row with nothing new stays where it was
-            moved = torch.tensor([count > 0 for count in counts], device=device)
-            state = torch.where(moved[:, None], state, self.state)
-            roots = torch.where(moved, roots, self.roots)
-        self.state, self.roots = state, roots
+                self.cache.finish_filling(new.hidden.shape[0])
+            if block is None:  # plain causal attention needs no mask, so no blocks either
+                block = width if max(self.cache.lengths) == 0 and self.prompt_mask is None else BLOCK
+            parts = [self._encoded(new.part(start, start + block)) for start in range(0, width, block)]
+            states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [B, m, d]
+        state = new.at_last(states)  # [B, d]
+        if min(new.counts) == 0 and self.state is not None:
+            state = torch.where(torch.tensor(new.counts, device=state.device)[:, None] > 0, state, self.state)
+        self.state = state
+
+    def _encoded(self, new: "Settled") -> torch.Tensor:
+        width = new.hidden.shape[1]
+        mask = self._mask(width, new.hidden.device)
+        with self.cache.staged(width):
+            states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, self.cache)  # [B, m, d]
+        self.cache.commit([range(count) for count in new.counts])
+        return states
 
     def _mask(self, new: int, device: torch.device) -> torch.Tensor | None:
         """[B, 1, m, columns] for the Augmenting Block: causal from each row's own length, without the padding."""
         lengths = self.cache.lengths
-        is_prefill = max(lengths) == 0
-        if is_prefill and self.prompt_mask is None:
-            return None  # plain causal attention needs no mask
+        if self.prompt_mask is None and (max(lengths) == 0 or (new == 1 and len(set(lengths)) == 1)):
+            return None  # plain causal attention needs no mask, nor does a token that sees everything
         columns = max(lengths) + new
         last_visible = torch.tensor(lengths)[:, None] + torch.arange(new)  # [B, m]
         visible = torch.arange(columns) <= last_visible[..., None]  # [B, m, columns]
@@ -104,6 +178,8 @@ class CloverCandidateGenerator(CandidateGenerator):
         """A tree of `nodes` nodes below the last emitted tokens (none if `nodes` is 0), of the config's shape."""
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
+        self._catch_up()
+        self._step = step = self._step or stepper(self.heads)
         heads, config = self.heads, self.config
         vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
         states = self.state[:, None]  # [B, W, d] of the beams of the level before
@@ -115,7 +191,7 @@ class CloverCandidateGenerator(CandidateGenerator):
             elif chosen is not None:  # no head sees a drafted token
                 tokens = self.roots[:, None].expand_as(chosen)
                 states = self.state[:, None].expand(-1, chosen.shape[1], -1)
-            out, states = heads.step(level, states, tokens)
+            out, states = step(level, states, tokens)
             return heads.score(out)  # [B, W, V]
 
         shape, depth = shape or config.draft_tree, config.draft_depth
@@ -141,7 +217,7 @@ class CloverCandidateGenerator(CandidateGenerator):
             return input_ids, None
         hidden = torch.cat(self._captured, dim=1)  # [1, T, d]
         self._captured.clear()
-        is_prompt = self.state is None
+        is_prompt = self.roots is None
         new = hidden.shape[1] if is_prompt else n_last_matches + 1
         length = input_ids.shape[1]
         positions = torch.arange(length - 1 - new, length - 1, device=hidden.device)[None]

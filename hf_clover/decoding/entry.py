@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..modeling_clover import CloverHeads
 from ..target_parts import unwrap
-from .budget import resolve_budget
+from .budget import SIZES, check_nodes
 from .drafting import CloverCandidateGenerator
 from .hook import original
 from .loop import CloverGenerateOutput, speculate
@@ -40,11 +40,11 @@ def generate_with(
     """`speculate`, after everything that can be known before a token is generated has been checked."""
     refuse_what_cannot_work(model, generation_config)
     refuse_empty_prompts(input_ids, model_kwargs)
+    settings = (generation_config, "_clover_"), (heads.generation_config, "")  # the call's own before the heads'
+    schedule = _first_set("num_assistant_tokens_schedule", settings)
     if num_assistant_tokens is None:
-        num_assistant_tokens = getattr(generation_config, "_clover_num_assistant_tokens", None)
-    if num_assistant_tokens is None:
-        num_assistant_tokens = heads.generation_config.num_assistant_tokens
-    resolve_budget(num_assistant_tokens, input_ids.shape[0])
+        num_assistant_tokens = _first_set("num_assistant_tokens", settings)
+    check_nodes(num_assistant_tokens)
     place_heads(heads, model)
     heads.bind(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -52,7 +52,8 @@ def generate_with(
     route = choose_route(model, text, generation_config, model_kwargs)
     options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
     if route.method == "tree":
-        return speculate(model, heads, *arguments, num_assistant_tokens=num_assistant_tokens, **options)
+        budget = {"num_assistant_tokens": num_assistant_tokens, "is_ceiling": schedule not in (None, "constant")}
+        return speculate(model, heads, *arguments, **budget, **options)
     name = type(model).__name__
     if route.method == "chain":
         warn(f"`{name}` cannot verify a tree ({route.reason}); one chain at a time is drafted instead")
@@ -64,6 +65,11 @@ def generate_with(
     stats = Speculation(method="plain", reason=route.reason, target_forwards=steps)
     stats.new_tokens = stats.row_forwards = steps * len(sequences)
     return _with_speculation(result, stats)
+
+
+def _first_set(name: str, settings: tuple[tuple[GenerationConfig, str], ...]) -> Any:
+    values = (getattr(config, prefix + name, None) for config, prefix in settings)
+    return next((value for value in values if value is not None), None)
 
 
 class _DrivenTarget:
@@ -90,7 +96,7 @@ def _assisted_by_chain(
     generator = CloverCandidateGenerator(heads)
     generator.drive_chain(
         captured,
-        nodes=resolve_budget(asked, 1),
+        nodes=check_nodes(asked) or SIZES[-1],
         max_length=criteria.max_length or generation_config.max_length,
         eos=generation_config._eos_token_tensor,
     )

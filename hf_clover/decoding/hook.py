@@ -68,11 +68,12 @@ def uninstall_hook() -> None:
 def _prepare_generation_config(
     self: "PreTrainedModel", generation_config: "GenerationConfig | None", **kwargs: Any
 ) -> tuple["GenerationConfig", dict[str, Any]]:
-    """Remembers the call's own tree size, which transformers' default of 20 would hide."""
+    """Remembers the call's own tree size and schedule, which transformers' defaults would hide."""
     prepared = _originals["_prepare_generation_config"](self, generation_config, **kwargs)
-    asked = kwargs.get("num_assistant_tokens", getattr(generation_config, "num_assistant_tokens", None))
-    if _is_active and asked is not None:
-        prepared[0]._clover_num_assistant_tokens = asked
+    for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
+        asked = kwargs.get(name, getattr(generation_config, name, None))
+        if _is_active and asked is not None:
+            setattr(prepared[0], f"_clover_{name}", asked)
     return prepared
 
 

@@ -7,7 +7,7 @@ Shapes: B batch, T prompt columns, n tree nodes, m walked nodes at most, d hidde
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..modeling_clover import CloverHeads
-from .budget import resolve_budget
+from .budget import Budget, make_budget
 from .drafting import CloverCandidateGenerator
 from .record import Speculation, report
 from .support import warn
@@ -44,14 +44,17 @@ def speculate(
     synced_gpus: bool = False,
     streamer: Any = None,
     num_assistant_tokens: int | None = None,
+    is_ceiling: bool = False,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay."""
     their_cache = model_kwargs.pop("past_key_values", None)
     text = Text.start(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     room = getattr(generation_config, "max_cache_len", None)
     if room is not None:
         room -= text.max_length
-    nodes = resolve_budget(num_assistant_tokens, input_ids.shape[0], room)
+    mode, picking = _habits(generation_config)
+    budget = make_budget(num_assistant_tokens, is_ceiling, target, heads, mode, picking, room)
     stats = Speculation()
     run = TargetRun(target, generation_config, model_kwargs)
     known = run.adopt(their_cache)  # columns of an earlier turn
@@ -62,38 +65,34 @@ def speculate(
         with _clock(stats, "verify_seconds"):
             logits = run.prefill(input_ids, limit=text.max_length)  # [B, 1, V]
         mask = None if run.prompt_mask is None else run.prompt_mask[:, -run.hidden.shape[1] :]
-        drafter = CloverCandidateGenerator.for_conversation(heads, their_cache, known, mask)
+        drafter = CloverCandidateGenerator.for_conversation(
+            heads, their_cache, known, mask, generation_config.prefill_chunk_size
+        )
         with _clock(stats, "walk_seconds"):
             walk(root_only(torch.zeros_like(logits[:, 0, 0], dtype=torch.long)), logits, text)
         stats.target_forwards, stats.row_forwards = 1, len(text.finished)
         if not text.done or keeps_cache:
-            with _clock(stats, "draft_seconds"):
-                _take_in_prompt(drafter, run, text)
+            _take_in_prompt(drafter, run, text)
 
         while target._has_unfinished_sequences(text.done, synced_gpus, device=input_ids.device):
             if text.done:  # another process is not: keep it company
-                run.verify(root_only(drafter.roots if drafter.roots is not None else text.sequences()[:, -1]))
+                run.verify(root_only(text.sequences()[:, -1]))
                 continue
-            unfinished = [not finished for finished in text.finished]
-            with _clock(stats, "draft_seconds"):
-                tree = _draft(drafter, nodes, text)
-            with _clock(stats, "verify_seconds"):
+            unfinished = [row for row, finished in enumerate(text.finished) if not finished]
+            with _clock(stats, "draft_seconds") as drafting:
+                tree = _draft(drafter, budget, text, unfinished, max(run.cache.lengths))
+            with _clock(stats, "verify_seconds") as verifying:
                 logits = run.verify(tree)  # [B, n, V]
-            with _clock(stats, "walk_seconds"):
+            with _clock(stats, "walk_seconds") as walking:
                 before = text.emitted
                 paths = walk(tree, logits, text)  # per row the walked nodes
                 start = run.next_position
                 run.commit(paths)
-            stats.target_forwards += 1
-            stats.row_forwards += sum(unfinished)
-            stats.accepted_tokens += text.emitted - before - sum(unfinished)
-            stats.tree_sizes.append(tree.size - 1)
-            for path, was_unfinished in zip(paths, unfinished, strict=True):
-                if was_unfinished:
-                    stats.count_depth(len(path) - 1)
+            walked = [paths[row] for row in unfinished]
+            budget.learn(tree, walked, drafting.seconds, verifying.seconds + walking.seconds)
+            stats.count(tree.size, walked, text.emitted - before)
             if not text.done or keeps_cache:
-                with _clock(stats, "draft_seconds"):
-                    _take_in_walk(drafter, run, text, paths, start)
+                _take_in_walk(drafter, run, text, paths, start)
 
         stats.new_tokens = text.emitted
         sequences = text.sequences()
@@ -132,8 +131,10 @@ def _take_in_walk(
     """Every walked node, each with the token emitted at it. `start` [..., B, 1]: the root's position."""
     counts = [len(path) for path in paths]
     longest, device = max(counts), run.hidden.device
-    index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)  # [B, m]
-    hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))  # [B, m, d]
+    hidden = run.hidden[:, :longest]
+    if any(path != list(range(len(path))) for path in paths):
+        index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)  # [B, m]
+        hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))  # [B, m, d]
     tokens = [
         torch.nn.functional.pad(row[len(row) - count :], (0, longest - count))
         for row, count in zip(text.rows(), counts, strict=True)
@@ -143,16 +144,22 @@ def _take_in_walk(
     drafter.extend(hidden, torch.stack(tokens), positions, counts)
 
 
-def _draft(drafter: CloverCandidateGenerator, nodes: int, text: Text) -> Tree:
-    tree = drafter.draft(nodes)
-    if tree.size > 1 and not bool(tree.valid[:, 1:].any(dim=1).all()):
+def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, unfinished: list[int], length: int) -> Tree:
+    tree = drafter.draft(budget.ask(len(unfinished), length))
+    if tree.size > 1 and not bool(tree.valid[unfinished, 1:].any(dim=1).all()):
         drafter.is_broken = True
         warn("the heads gave NaN: drafting is off for the rest of this call, and the tokens are the target's own")
-        return root_only(drafter.roots)
-    if text.in_lockstep and text.pad is not None and any(text.finished):
+        tree = root_only(drafter.roots)
+    tree = budget.cut(tree, unfinished)
+    if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
         finished = torch.tensor(text.finished, device=tree.tokens.device)
         tree = with_chain(tree, finished, text.pad)
     return tree
+
+
+def _habits(config: GenerationConfig) -> tuple[Hashable, Hashable]:
+    """What the cost of a step and the worth of a draft depend on in the caller's settings."""
+    return config.cache_implementation, (config.do_sample, config.do_sample and config.temperature)
 
 
 # ---------------------------------------------------------------------- the cache that plain generate can continue
@@ -177,8 +184,14 @@ def _finished_cache(run: TargetRun, text: Text, sequences: torch.Tensor, theirs:
     return run.hand_back(theirs, columns)
 
 
+@dataclass
+class _Clock:
+    seconds: float = 0.0
+
+
 @contextmanager
-def _clock(stats: Speculation, name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    yield
-    setattr(stats, name, getattr(stats, name) + time.perf_counter() - started)
+def _clock(stats: Speculation, name: str) -> Iterator[_Clock]:
+    clock, started = _Clock(), time.perf_counter()
+    yield clock
+    clock.seconds = time.perf_counter() - started
+    setattr(stats, name, getattr(stats, name) + clock.seconds)

@@ -4,7 +4,7 @@ Contract: one `Speculation` a call, filled by the loop and handed to `report` at
 `out.speculation`, and to whoever listens with `speculations()`. Nothing here is read by the decoding itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,6 +33,15 @@ class Speculation:
     def tokens_per_forward(self) -> float:
         """Tokens emitted per target forward (and row), the prompt's forward and the bonus token included."""
         return self.new_tokens / max(self.row_forwards, 1)
+
+    def count(self, size: int, paths: Sequence[Sequence[int]], emitted: int) -> None:
+        """One forward over trees of `size` nodes with the root, of which the unfinished rows walked `paths`."""
+        self.target_forwards += 1
+        self.row_forwards += len(paths)
+        self.accepted_tokens += emitted - len(paths)
+        self.tree_sizes.append(size - 1)
+        for path in paths:
+            self.count_depth(len(path) - 1)
 
     def count_depth(self, accepted: int) -> None:
         """One tree of one row gave so many drafts."""

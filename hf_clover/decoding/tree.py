@@ -37,6 +37,12 @@ class Tree:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return Tree(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
 
+    def first(self, nodes: int) -> "Tree":
+        """The tree of the root and the first `nodes` nodes: they are sorted, so none of them loses its parent."""
+        kept = slice(nodes + 1)
+        values = (self.tokens, self.parents, self.depths, self.log_probs, self.valid)
+        return Tree(*(value[:, kept] for value in values), max_depth=min(self.max_depth, nodes))
+
     def ancestors(self) -> torch.Tensor:
         """[B, n, n]: whether column is row or above it."""
         batch, size = self.tokens.shape
@@ -83,22 +89,34 @@ def grow_global(
     """The best `nodes` of a beam search by joint probability.
 
     A parent's joint probability is never smaller than its child's and ties break toward the parent, so the best
-    nodes are a tree. No more than `nodes` of a level can be chosen, so the beam need not be wider than that.
+    nodes are a tree, and what is not better than the last of them has no descendants among them: on a CPU, where
+    looking costs nothing, only beams above it are grown. No more than `nodes` of a level can be chosen, so the beam
+    need not be wider than that.
     """
     beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
+    looks = root.device.type == "cpu" and not torch.compiler.is_compiling()
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # per level: joint, token, parent [B, C]
     joint, tokens = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
     joint, tokens = joint.flatten(1), tokens.flatten(1)  # [B, k]
     levels.append((joint, tokens, torch.zeros_like(tokens)))
+    best = joint  # [B, <= nodes] of all levels so far
     first, children = 1, tokens.shape[1]  # number of the level's first candidate (0 is the root), children per beam
     for level in range(1, depth):
         beam, chosen = joint.topk(min(beam_width, joint.shape[1]), dim=1)  # [B, W]
+        if looks and best.shape[1] == nodes:
+            width = int((beam > best[:, -1:]).sum(1).max())
+            if width == 0:
+                break
+            beam, chosen = beam[:, :width], chosen[:, :width]
         logits = expand(level, chosen // children, tokens.gather(1, chosen))  # [B, W, V]
         log_probs, child_tokens = _best_children(logits, top_k, vocabulary)  # [B, W, k]
         parents = (first + chosen)[..., None].expand_as(child_tokens)  # [B, W, k]
         first += tokens.shape[1]
         joint, tokens = (beam[..., None] + log_probs).flatten(1), child_tokens.flatten(1)  # [B, W k]
         levels.append((joint, tokens, parents.flatten(1)))
+        if looks:
+            best = torch.cat((best, joint), dim=1)  # [B, .]
+            best = best.topk(min(nodes, best.shape[1]), dim=1).values  # [B, <= nodes]
     return _select(root, levels, nodes)
 
 
@@ -161,9 +179,8 @@ def _best_children(
     logits: torch.Tensor, top_k: int, vocabulary: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, W, V] -> log-probabilities and tokens [B, W, k]; NaN counts as impossible."""
-    best, tokens = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    log_probs = best.float() - torch.logsumexp(logits.float(), dim=-1, keepdim=True)
-    log_probs = torch.nan_to_num(log_probs, nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
+    best, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(min(top_k, logits.shape[-1]), dim=-1)
+    log_probs = torch.nan_to_num(best, nan=-torch.inf, neginf=-torch.inf)
     return log_probs, tokens if vocabulary is None else vocabulary[tokens]
 
 

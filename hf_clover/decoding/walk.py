@@ -74,6 +74,7 @@ class Text:
     is_pure: bool = False  # processors and criteria may be called for tokens that are then dropped
     dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
     finished: list[bool] = field(default_factory=list)
+    ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
 
     @classmethod
@@ -100,6 +101,8 @@ class Text:
         )
         if any(hasattr(criterion, "eos_token_id") for criterion in criteria) and config._pad_token_tensor is not None:
             text.pad = int(config._pad_token_tensor)
+        endings = [c.eos_token_id for c in criteria if isinstance(c, EosTokenCriteria)]
+        text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist())
         records = text.scores is not None or text.logits is not None
         kinds = {type(criterion) for criterion in criteria}
         rowwise = all(type(p) in _ROWWISE_PROCESSORS for p in processors) and kinds.issubset(_ROWWISE_CRITERIA)
@@ -265,61 +268,44 @@ def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
 
 def _children(tree: Tree) -> list[dict[tuple[int, int], int]]:
     """Per row: (node, token) -> the child of that node that carries that token."""
-    found = []
-    for tokens, parents, valid in zip(tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist(), strict=True):
-        found.append({(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]})
-    return found
+    packed = torch.stack((tree.tokens, tree.parents, tree.valid.long()), dim=1)  # [B, 3, n]
+    return [_children_of_row(*row) for row in packed.tolist()]
+
+
+def _children_of_row(tokens: list[int], parents: list[int], valid: list[int]) -> dict[tuple[int, int], int]:
+    return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]}
 
 
 # ---------------------------------------------------------------------- the fast walk
 
 
-def greedy_path(tree: Tree, picks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the target's own choices [B, n] lead: the walked nodes [B, depth + 1] from the root, and their number."""
-    carried = tree.valid & (tree.tokens == picks.gather(1, tree.parents))  # [B, n] what its parent's pick asks for
-    root = torch.zeros_like(carried)
-    root[:, 0] = True
-    walked = carried | root
-    for _ in range(tree.max_depth):
-        walked = root | (carried & walked.gather(1, tree.parents))
-    path = torch.zeros(picks.shape[0], tree.max_depth + 2, dtype=torch.long, device=picks.device)
-    order = torch.arange(tree.size, device=picks.device).expand_as(picks)
-    path.scatter_(1, torch.where(walked, tree.depths, tree.max_depth + 1), order)
-    return path[:, :-1], walked.sum(1)
-
-
 def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
     """`replay` for greedy decoding without processors: the same events, found with one device sync."""
-    tree, picks = tree.to(logits.device), logits.argmax(dim=-1)  # picks [B, n]
-    path, counts = greedy_path(tree, picks)
-    tokens = picks.gather(1, path)  # [B, depth + 1]
-    ends = torch.zeros_like(tokens, dtype=torch.bool)
-    for criterion in text.criteria:
-        if isinstance(criterion, EosTokenCriteria):
-            ends |= torch.isin(tokens, criterion.eos_token_id.to(tokens.device))
-    broken = (
-        logits.gather(2, picks[..., None]).squeeze(2).gather(1, path).isnan()
-    )  # argmax finds a NaN if there is one
-    packed = torch.cat((counts[:, None], tokens, ends, broken, path), dim=1).tolist()  # the one sync
-    width, paths = tokens.shape[1], []
-    for row, (count, *rest) in enumerate(packed):
+    best, picks = logits.max(dim=-1)  # [B, n], a NaN if there is one
+    broken, tree = best.isnan(), tree.to(logits.device)
+    packed = torch.stack((tree.tokens, tree.parents, tree.valid.long(), picks, broken.long()), dim=1)  # [B, 5, n]
+    paths: list[list[int]] = []
+    for row, (tokens, parents, valid, chosen, is_broken) in enumerate(packed.tolist()):  # the one sync
+        path: list[int] = []
+        paths.append(path)
         if text.finished[row]:
-            paths.append([])
             continue
-        tokens_, ends_, broken_, path_ = (rest[i * width : (i + 1) * width] for i in range(4))
+        children = _children_of_row(tokens, parents, valid)
         input_ids = text.input_ids[row]  # [1, L]
-        count = min(count, text.max_length - input_ids.shape[1])
-        count = next((place + 1 for place in range(count) if ends_[place]), count)
-        if any(broken_[:count]):
-            raise_nan(logits[row])
-        new = torch.tensor([tokens_[:count]], dtype=input_ids.dtype, device=input_ids.device)
+        room = text.max_length - input_ids.shape[1]
+        node: int | None = 0
+        while node is not None:
+            if is_broken[node]:
+                raise_nan(logits[row])
+            path.append(node)
+            text.finished[row] = chosen[node] in text.ends or len(path) >= room
+            node = None if text.finished[row] else children.get((node, chosen[node]))
+        new = torch.tensor([[chosen[node] for node in path]], dtype=input_ids.dtype, device=input_ids.device)
         text.input_ids[row] = torch.cat((input_ids, new), dim=-1)
-        text.emitted += count
-        text.finished[row] = bool(ends_[count - 1]) or text.input_ids[row].shape[1] >= text.max_length
+        text.emitted += len(path)
         if text.streamer is not None:
             for token in new[0].cpu().split(1):
                 text.streamer.put(token)
-        paths.append(path_[:count])
     return paths
 
 
