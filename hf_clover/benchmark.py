@@ -114,7 +114,9 @@ def _generate(
         forwards += 1
 
     torch.manual_seed(seed)
-    hook = target.register_forward_pre_hook(count)
+    # Plain generate and heads say themselves; a hook that counts would be compiled, anew for every count.
+    tells = method.name == "plain" or method.heads is not None
+    hook = None if tells else target.register_forward_pre_hook(count)
     try:
         with method.applied() as own, speculations() as records:
             _synchronize(target.device)
@@ -123,11 +125,14 @@ def _generate(
             _synchronize(target.device)
             seconds = time.perf_counter() - start
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
     width = batch["input_ids"].shape[1]
     new_tokens = _count_new(sequences[:, width:], target.generation_config.eos_token_id)
-    # A row of plain generate takes part in as many forwards as it emits tokens; other methods have one row.
-    row_forwards = new_tokens if method.name == "plain" else forwards
+    if method.name == "plain":  # a row takes part in as many forwards as it emits tokens
+        forwards, row_forwards = sequences.shape[1] - width, new_tokens
+    else:  # other methods have one row
+        row_forwards = forwards
     stats = records[0] if records else Speculation(forwards, row_forwards, new_tokens)
     return _Run(seconds, new_tokens, sequences, stats)
 

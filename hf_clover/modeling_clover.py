@@ -138,8 +138,12 @@ class CloverAttention(nn.Module):
             q, k = apply_rotary_pos_emb(q, k, *rope)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
-        causal = mask is None and q.shape[2] > 1
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=True)
+        if mask is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+        else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
+            groups = q.shape[1] // k.shape[1]
+            rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
 
 

@@ -401,7 +401,7 @@ def _draw_bars(
             if "low" in series:
                 low, end = series["low"][i], max(series["high"][i], value)
                 axes.plot([low, end], [place, place], color=axes.yaxis.label.get_color(), linewidth=1.1, zorder=3)
-            _write(axes, _number(value), end, place)
+            _write(axes, _number(value), max(end, 0.0), place)  # of a bar to the left, where it begins
     if stacked:
         for category, end in ends.items():
             _write(axes, _number(end) if end else "–", end, middles[category])

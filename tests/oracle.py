@@ -7,7 +7,7 @@ run (they are fed as always), only the tree is another. Random, but the same for
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -29,6 +29,10 @@ class PlantingGenerator(CloverCandidateGenerator):
             self.place = [self.start + 1] * len(counts)
         else:
             self.place = [place + count for place, count in zip(self.place, counts, strict=True)]
+
+    def keep_rows(self, rows):
+        super().keep_rows(rows)
+        self.place, self.truth = [self.place[row] for row in rows], self.truth[rows]
 
     def draft(self, nodes: int, shape: str | None = None) -> Tree:
         if nodes == 0:
@@ -71,5 +75,12 @@ def planted(truth: torch.Tensor, start: int, seed: int = 0) -> Iterator[None]:
     """`truth` [B, L] begins with the `start` columns of the prompt."""
     fields = {"truth": truth, "rng": random.Random(seed), "start": start}
     generator = type("Planted", (PlantingGenerator,), fields)
-    with mock.patch.object(loop, "CloverCandidateGenerator", generator):
+
+    def instead_of_a_compiled_one(heads, batch_size, capacity, config, prompt_mask, block):
+        return nullcontext(generator(heads, prompt_mask, block))
+
+    with (
+        mock.patch.object(loop, "CloverCandidateGenerator", generator),
+        mock.patch.object(loop, "compiled_drafter", instead_of_a_compiled_one),
+    ):
         yield

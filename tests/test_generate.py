@@ -518,3 +518,40 @@ def test_a_cache_a_tree_cannot_be_kept_in(model, heads):
     with pytest.warns(CloverWarning, match="use_cache=False"):
         out = model.generate(**inputs, assistant_model=heads, use_cache=False, max_new_tokens=NEW)
     assert torch.equal(out, plain.sequences)
+
+
+# ---------------------------------------------------------------------- rows that end
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("automatic", [pytest.param(True, marks=pytest.mark.automatic), False])
+def test_rows_that_have_ended_leave_the_batch(model, sampled, automatic):
+    """The target runs fewer and fewer rows, and every row has the tokens of plain generate all the same."""
+    prompt = torch.tensor([[1, 4, 2, 5, 3]])
+    heads = fit(CloverHeads.from_target(model), model, prompt=prompt)
+    inputs = ragged_batch(VOCABULARY, (5, 9, 3, 7, 6, 2))
+    common = {**inputs, "max_new_tokens": 60, "do_sample": sampled, "eos_token_id": [5, 9], "pad_token_id": 0}
+    rows = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda *seen: rows.append(len(seen[2])))
+    try:
+        with hf_clover.speculations() as records:
+            torch.manual_seed(4)
+            sequences = model.generate(**common, assistant_model=heads)
+    finally:
+        handle.remove()
+    torch.manual_seed(4)
+    plain = model.generate(**common)
+    assert torch.equal(sequences, plain)
+    assert rows[0] == 6
+    assert rows[-1] <= 2, "most rows had ended"
+    assert rows == sorted(rows, reverse=True)
+    assert records[0].accepted_tokens > 0 or automatic
+
+
+def test_a_cache_to_be_handed_back_keeps_all_rows(model, heads):
+    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
+    common = {**inputs, "max_new_tokens": 40, "do_sample": False, "eos_token_id": [5, 9], "pad_token_id": 0}
+    out = model.generate(**common, assistant_model=heads, return_dict_in_generate=True)
+    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
+    assert out.past_key_values.layers[0].keys.shape[0] == 3
+    assert torch.equal(out.sequences, model.generate(**common))

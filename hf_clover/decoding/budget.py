@@ -56,6 +56,7 @@ def check_nodes(asked: Any, room: int | None = None) -> int | None:
 @dataclass
 class FixedBudget:
     nodes: int
+    has_fixed_reach = True
 
     def ask(self, rows: int, context: int) -> int:
         return self.nodes
@@ -170,6 +171,7 @@ class AutomaticBudget:
         self.resting = 0  # steps
         self.drafts = self.since_plain = 0
         self.reach = self.sizes[-1]  # nodes drafted, of which the best are taken
+        self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
         self.chosen: deque[int] = deque(maxlen=8)
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
 
@@ -178,6 +180,8 @@ class AutomaticBudget:
         if self.resting or costs.plain.value is None or self._must_compare(costs):
             self.resting = max(self.resting - 1, 0)
             return 0
+        if self.has_fixed_reach:
+            return self.sizes[-1]
         if not self.chosen:
             self.reach = self._snapped(max(START // rows, 1))
         return self.reach

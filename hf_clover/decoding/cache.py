@@ -4,9 +4,11 @@ Contract: a `Cache` whose layers own buffers [B, kv_heads, capacity, head_dim] a
 in two ways. *Filling* (prefill): every row gets the same new columns, as in a `DynamicCache`. *Staged*
 (`with cache.staged(n)`): n entries per row go after that row's own length and stay provisional until `commit` keeps
 some of them. Left padding stays in the cache; masking it is the caller's. Sliding-window layers keep all columns and
-the mask does the windowing. The capacity grows in blocks, or is fixed and refuses.
+the mask does the windowing. The capacity grows in blocks, or is fixed and refuses. `compiled.py` has the cache of a
+compiled forward, whose shapes and addresses never change.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 BLOCK = 256
 
 
-class _Slots:
+class Slots:
     """Where the rows stand, shared by all layers."""
 
     def __init__(self, capacity: int | None) -> None:
@@ -24,14 +26,28 @@ class _Slots:
         self.lengths: list[int] = []  # per row, committed
         self.staged: int | None = None  # entries per row being written after `lengths`, or None when filling
         self.index: torch.Tensor | None = None  # [B, staged] slots, None where all rows stand at one length
+        self._starts: tuple[list[int], torch.Tensor] | None = None
 
     @property
     def is_even(self) -> bool:
         return min(self.lengths) == max(self.lengths)
 
+    def starts_on(self, device: torch.device) -> torch.Tensor:
+        """`lengths` as [B, 1], copied to the device once a step."""
+        if self._starts is None or self._starts[0] != self.lengths or self._starts[1].device != device:
+            self._starts = (list(self.lengths), torch.tensor(self.lengths, device=device)[:, None])
+        return self._starts[1]
+
     def columns(self) -> int:
         """Columns that a forward sees now."""
         return max(self.lengths, default=0) + (self.staged or 0)
+
+    def capacity_for(self, columns: int) -> int:
+        """Blocks of an eighth of the text at least, so that growing stays a small part of the work."""
+        if self.fixed_capacity is not None:
+            return self.fixed_capacity
+        block = BLOCK * max(columns // 8 // BLOCK, 1)
+        return -(-(columns + 1) // block) * block
 
     def check(self, needed: int) -> None:
         if self.fixed_capacity is not None and needed > self.fixed_capacity:
@@ -47,32 +63,35 @@ class TreeLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, slots: _Slots) -> None:
+    def __init__(self, slots: Slots) -> None:
         super().__init__()
         self.slots = slots
         self.filled = 0  # columns this layer has seen while filling
+        self.buffers: list[torch.Tensor] = []  # keys and values, in one [2, B, ...] where they are of one shape
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        empty = [states.new_empty((*states.shape[:2], 0, states.shape[3])) for states in (key_states, value_states)]
+        self._use([torch.stack(empty)] if empty[0].shape == empty[1].shape else empty)
         self.is_initialized = True
+
+    def _use(self, buffers: list[torch.Tensor]) -> None:
+        self.buffers = buffers
+        self.keys, self.values = buffers[0] if len(buffers) == 1 else buffers
 
     def reserve(self, columns: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
         if not self.is_initialized:
             self.lazy_initialization(*like)
-        held = self.keys.shape[2]
-        if columns <= held:
-            return
-        self.slots.check(columns)
-        fixed = self.slots.fixed_capacity
-        capacity = fixed if fixed is not None else -(-(columns + 1) // BLOCK) * BLOCK
-        self.keys, self.values = (self._grown(old, capacity) for old in (self.keys, self.values))
+        if columns > self.keys.shape[2]:
+            self.slots.check(columns)
+            capacity = self.slots.capacity_for(columns)
+            self._use([self._grown(buffer, capacity) for buffer in self.buffers])
 
     @staticmethod
     def _grown(old: torch.Tensor, capacity: int) -> torch.Tensor:
-        batch, heads, held, dim = old.shape
-        new = old.new_zeros(batch, heads, capacity, dim)
-        new[:, :, :held] = old
+        *outer, held, dim = old.shape
+        new = old.new_zeros(*outer, capacity, dim)  # what is masked must still be finite
+        new[..., :held, :] = old
         return new
 
     def update(
@@ -89,10 +108,20 @@ class TreeLayer(CacheLayerMixin):
             self.keys[:, :, start : start + new] = key_states
             self.values[:, :, start : start + new] = value_states
         else:
-            index = slots.index.to(self.device)[:, None, :, None]  # [B, 1, staged, 1]
-            self.keys.scatter_(2, index.expand_as(key_states), key_states)
-            self.values.scatter_(2, index.expand_as(value_states), value_states)
+            index = slots.index.to(self.device)  # [B, staged]
+            rows = torch.arange(len(index), device=self.device)[:, None]  # [B, 1]
+            self.keys[rows, :, index] = key_states.transpose(1, 2)
+            self.values[rows, :, index] = value_states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def move(self, moves: "Moves") -> None:
+        for buffer in self.buffers:
+            sources, targets = moves.within(buffer)
+            entries = buffer.view(-1, buffer.shape[-1])
+            entries.index_copy_(0, targets, entries.index_select(0, sources))
+
+    def keep_rows(self, rows: torch.Tensor) -> None:
+        self._use([buffer.index_select(-4, rows) for buffer in self.buffers])
 
     def get_seq_length(self) -> int:
         return self.filled if self.slots.staged is None else max(self.slots.lengths, default=0)
@@ -106,15 +135,54 @@ class TreeLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
 
+class Moves:
+    """Which entries a commit moves, found once for all layers; `is_none` where all stand where they should."""
+
+    def __init__(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        self.moves = [
+            (row, lengths[row] + entry, lengths[row] + place)
+            for row, path in enumerate(paths)
+            for place, entry in enumerate(path)
+            if entry != place
+        ]
+        self._places: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def is_none(self) -> bool:
+        return not self.moves
+
+    def within(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """From where to where, in `buffer.view(-1, head_dim)`: copies of whole rows are the fastest there are."""
+        key = (buffer.shape, buffer.device)
+        if key not in self._places:
+            *outer, batch, heads, capacity, _ = buffer.shape
+            row, source, target = torch.tensor(self.moves, device=buffer.device).unbind(1)  # [moves] each
+            outer = torch.arange(math.prod(outer), device=buffer.device)[:, None]  # keys and values, where in one
+            head = torch.arange(heads, device=buffer.device)
+            start = (((outer * batch + row)[..., None]) * heads + head) * capacity  # [1 or 2, moves, kv_heads]
+            self._places[key] = (start + source[:, None]).flatten(), (start + target[:, None]).flatten()
+        return self._places[key]
+
+
 class TreeCache(Cache):
+    layer_class: type[TreeLayer] = TreeLayer
+
     def __init__(self, num_layers: int, capacity: int | None = None) -> None:
-        self.slots = _Slots(capacity)
-        super().__init__(layers=[TreeLayer(self.slots) for _ in range(num_layers)])
+        self.slots = self._make_slots(capacity)
+        super().__init__(layers=[self.layer_class(self.slots) for _ in range(num_layers)])
+
+    def _make_slots(self, capacity: int | None) -> Slots:
+        return Slots(capacity)
 
     @property
     def lengths(self) -> list[int]:
         """Committed entries per row."""
         return self.slots.lengths
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of the keys; None while nothing has been written."""
+        return next((layer.dtype for layer in self.layers if layer.is_initialized), None)
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor] | None], length: int) -> None:
         """Start from another cache: per layer keys and values [B, kv_heads, <= length, head_dim], the last ones."""
@@ -139,7 +207,8 @@ class TreeCache(Cache):
         slots.staged = entries
         slots.index = None
         if slots.lengths and not slots.is_even:
-            slots.index = torch.tensor(slots.lengths)[:, None] + torch.arange(entries)  # [B, entries]
+            device = next((layer.device for layer in self.layers if layer.is_initialized), torch.device("cpu"))
+            slots.index = slots.starts_on(device) + torch.arange(entries, device=device)  # [B, entries]
         try:
             yield
         finally:
@@ -148,20 +217,21 @@ class TreeCache(Cache):
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep, per row, the staged entries `path[0] < path[1] < ...`, moved to stand right after its length."""
         lengths = self.slots.lengths
-        moves = [
-            (row, lengths[row] + entry, lengths[row] + place)
-            for row, path in enumerate(paths)
-            for place, entry in enumerate(path)
-            if entry != place
-        ]
-        if moves:
-            row, source, target = torch.tensor(moves).unbind(1)
+        self._move(Moves(lengths, paths))
+        self.slots.lengths = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keep_rows(torch.tensor(rows, device=layer.device))
+        self.slots.lengths = [self.slots.lengths[row] for row in rows]
+
+    def _move(self, moves: Moves) -> None:
+        if not moves.is_none:
             for layer in self.layers:
                 if layer.is_initialized:
-                    row, source, target = row.to(layer.device), source.to(layer.device), target.to(layer.device)
-                    for buffer in (layer.keys, layer.values):
-                        buffer[row, :, target] = buffer[row, :, source]
-        self.slots.lengths = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
+                    layer.move(moves)
 
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values [B, kv_heads, length, head_dim] of one layer; None where it holds none (shared layers)."""

@@ -67,12 +67,40 @@ class Settled:
         counts = [min(max(count - start, 0), end - start) for count in self.counts]
         return Settled(self.hidden[:, start:end], self.next_tokens[:, start:end], self.positions[:, start:end], counts)
 
+    def of_rows(self, index: torch.Tensor, rows: Sequence[int]) -> "Settled":
+        counts = [self.counts[row] for row in rows]
+        return Settled(self.hidden[index], self.next_tokens[index], self.positions[index], counts)
+
     def at_last(self, values: torch.Tensor) -> torch.Tensor:
         """[B, m, ...] -> [B, ...] at each row's last position."""
         if len(set(self.counts)) == 1:
             return values[:, max(self.counts[0] - 1, 0)]
         last = torch.tensor([max(count - 1, 0) for count in self.counts], device=values.device)  # [B]
         return values[torch.arange(len(self.counts), device=values.device), last]
+
+
+def grow(heads: CloverHeads, step: Step, state: torch.Tensor, roots: torch.Tensor, nodes: int, shape: str) -> Tree:
+    """The tree below `roots` [B], drafted from `state` [B, d]."""
+    config = heads.config
+    vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
+    states = state[:, None]  # [B, W, d] of the beams of the level before
+
+    def expand(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal states
+        if chosen is not None and config.regressive:
+            states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
+        elif chosen is not None:  # no head sees a drafted token
+            tokens = roots[:, None].expand_as(chosen)
+            states = state[:, None].expand(-1, chosen.shape[1], -1)
+        out, states = step(level, states, tokens)
+        return heads.score(out)  # [B, W, V]
+
+    depth = config.draft_depth
+    if shape == "levels":
+        return grow_levels(expand, roots, nodes, depth, config.draft_top_p, config.draft_min_p, vocabulary)
+    if shape == "chain":
+        return grow_chain(expand, roots, nodes, depth, vocabulary)
+    return grow_global(expand, roots, nodes, depth, config.draft_beam_width, config.draft_top_k, vocabulary)
 
 
 class CloverCandidateGenerator(CandidateGenerator):
@@ -109,6 +137,18 @@ class CloverCandidateGenerator(CandidateGenerator):
 
     def remember(self, cache: Cache, columns: int) -> None:
         _remembered[cache] = (self, columns)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order."""
+        index = torch.tensor(rows, device=self.heads.device)
+        if self.cache is not None and self.cache.lengths:
+            self.cache.keep_rows(rows)
+        if self.prompt_mask is not None:
+            self.prompt_mask = self.prompt_mask[index.to(self.prompt_mask.device)]
+        if self.state is not None:
+            self.state = self.state[index]
+        self.roots = self.roots[index]
+        self._waiting = [each.of_rows(index, rows) for each in self._waiting]
 
     # ------------------------------------------------------------------ keeping up
 
@@ -179,27 +219,8 @@ class CloverCandidateGenerator(CandidateGenerator):
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
         self._catch_up()
-        self._step = step = self._step or stepper(self.heads)
-        heads, config = self.heads, self.config
-        vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
-        states = self.state[:, None]  # [B, W, d] of the beams of the level before
-
-        def expand(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-            nonlocal states
-            if chosen is not None and config.regressive:
-                states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
-            elif chosen is not None:  # no head sees a drafted token
-                tokens = self.roots[:, None].expand_as(chosen)
-                states = self.state[:, None].expand(-1, chosen.shape[1], -1)
-            out, states = step(level, states, tokens)
-            return heads.score(out)  # [B, W, V]
-
-        shape, depth = shape or config.draft_tree, config.draft_depth
-        if shape == "levels":
-            return grow_levels(expand, self.roots, nodes, depth, config.draft_top_p, config.draft_min_p, vocabulary)
-        if shape == "chain":
-            return grow_chain(expand, self.roots, nodes, depth, vocabulary)
-        return grow_global(expand, self.roots, nodes, depth, config.draft_beam_width, config.draft_top_k, vocabulary)
+        self._step = self._step or stepper(self.heads)
+        return grow(self.heads, self._step, self.state, self.roots, nodes, shape or self.config.draft_tree)
 
     # ------------------------------------------------------------------ transformers' own assisted loop
 

@@ -18,6 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..modeling_clover import CloverHeads
 from .budget import Budget, make_budget
+from .compiled_drafting import compiled_drafter
 from .drafting import CloverCandidateGenerator
 from .record import Speculation, report
 from .support import warn
@@ -26,6 +27,7 @@ from .verify import TargetRun
 from .walk import Text, greedy_walk, replay
 
 CATCH_UP_BLOCK = 128
+DROP_BELOW = 0.75  # of a batch's rows going on
 
 
 @dataclass
@@ -59,15 +61,14 @@ def speculate(
     run = TargetRun(target, generation_config, model_kwargs)
     known = run.adopt(their_cache)  # columns of an earlier turn
     keeps_cache = generation_config.return_dict_in_generate or _is_the_users(their_cache)
+    may_drop_rows = not keeps_cache and not text.in_lockstep
     walk = greedy_walk if text.is_plain_greedy else replay
 
     with run.open():
         with _clock(stats, "verify_seconds"):
             logits = run.prefill(input_ids, limit=text.max_length)  # [B, 1, V]
-        mask = None if run.prompt_mask is None else run.prompt_mask[:, -run.hidden.shape[1] :]
-        drafter = CloverCandidateGenerator.for_conversation(
-            heads, their_cache, known, mask, generation_config.prefill_chunk_size
-        )
+        drafter = _drafter(heads, run, their_cache, known)
+        budget.has_fixed_reach = run.is_compiled
         with _clock(stats, "walk_seconds"):
             walk(root_only(torch.zeros_like(logits[:, 0, 0], dtype=torch.long)), logits, text)
         stats.target_forwards, stats.row_forwards = 1, len(text.finished)
@@ -76,16 +77,16 @@ def speculate(
 
         while target._has_unfinished_sequences(text.done, synced_gpus, device=input_ids.device):
             if text.done:  # another process is not: keep it company
-                run.verify(root_only(text.sequences()[:, -1]))
+                run.verify(root_only(torch.stack([row[-1] for row in text.live_rows()])))
                 continue
-            unfinished = [row for row, finished in enumerate(text.finished) if not finished]
+            unfinished = text.unfinished
             with _clock(stats, "draft_seconds") as drafting:
-                tree = _draft(drafter, budget, text, unfinished, max(run.cache.lengths))
+                tree = _draft(drafter, budget, text, max(run.cache.lengths))
             with _clock(stats, "verify_seconds") as verifying:
                 logits = run.verify(tree)  # [B, n, V]
             with _clock(stats, "walk_seconds") as walking:
                 before = text.emitted
-                paths = walk(tree, logits, text)  # per row the walked nodes
+                paths = walk(tree, logits, text)  # per live row the walked nodes
                 start = run.next_position
                 run.commit(paths)
             walked = [paths[row] for row in unfinished]
@@ -93,6 +94,8 @@ def speculate(
             stats.count(tree.size, walked, text.emitted - before)
             if not text.done or keeps_cache:
                 _take_in_walk(drafter, run, text, paths, start)
+            if may_drop_rows and not text.done:
+                _drop_finished(drafter, run, text)
 
         stats.new_tokens = text.emitted
         sequences = text.sequences()
@@ -110,6 +113,18 @@ def speculate(
 
 
 # ---------------------------------------------------------------------- the heads' side
+
+
+def _drafter(heads: CloverHeads, run: TargetRun, their_cache: Any, known: int) -> CloverCandidateGenerator:
+    """The one that the conversation had, or a new one, compiled if the target is."""
+    config, mask = run.generation_config, run.prompt_mask
+    if mask is not None:
+        mask = mask[:, -run.hidden.shape[1] :]
+    if not run.is_compiled or _is_the_users(their_cache):
+        return CloverCandidateGenerator.for_conversation(heads, their_cache, known, mask, config.prefill_chunk_size)
+    batch, capacity = len(run.hidden), run.cache.capacity
+    settings = (config.compile_config, mask, config.prefill_chunk_size)
+    return run.hold(compiled_drafter(heads, batch, capacity, *settings))
 
 
 def _take_in_prompt(drafter: CloverCandidateGenerator, run: TargetRun, text: Text) -> None:
@@ -137,14 +152,15 @@ def _take_in_walk(
         hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))  # [B, m, d]
     tokens = [
         torch.nn.functional.pad(row[len(row) - count :], (0, longest - count))
-        for row, count in zip(text.rows(), counts, strict=True)
+        for row, count in zip(text.live_rows(), counts, strict=True)
     ]
     start = start.reshape(-1, *start.shape[-2:])[0]  # [B, 1]
     positions = start + torch.arange(longest, device=start.device)  # [B, m]
     drafter.extend(hidden, torch.stack(tokens), positions, counts)
 
 
-def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, unfinished: list[int], length: int) -> Tree:
+def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, length: int) -> Tree:
+    unfinished = text.unfinished
     tree = drafter.draft(budget.ask(len(unfinished), length))
     if tree.size > 1 and not bool(tree.valid[unfinished, 1:].any(dim=1).all()):
         drafter.is_broken = True
@@ -155,6 +171,15 @@ def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, unfini
         finished = torch.tensor(text.finished, device=tree.tokens.device)
         tree = with_chain(tree, finished, text.pad)
     return tree
+
+
+def _drop_finished(drafter: CloverCandidateGenerator, run: TargetRun, text: Text) -> None:
+    """Rows that have ended leave the batch, once they are so many that copying the others' cache pays."""
+    going = text.unfinished
+    if run.can_drop_rows and len(going) <= DROP_BELOW * len(text.live):
+        run.keep_rows(going)
+        drafter.keep_rows(going)
+        text.live = [text.live[place] for place in going]
 
 
 def _habits(config: GenerationConfig) -> tuple[Hashable, Hashable]:

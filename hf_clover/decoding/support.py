@@ -16,8 +16,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from .attention import TREE_ATTENTION
 from .tree import Tree
-from .verify import TREE_ATTENTION, TargetRun, capture_before_final_norm
+from .verify import TargetRun, capture_before_final_norm
 from .walk import Text
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")

@@ -9,19 +9,30 @@ Shapes: B batch, T prompt columns, n tree nodes, d hidden size, V vocabulary.
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from ..target_parts import find_decoder
+from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
+from .compiled import (
+    NODE_COUNTS,
+    SPARE_SLOTS,
+    compiled_step,
+    lent_cache,
+    note_hidden,
+    verify_step,
+    wants_compiling,
+)
+from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
 from .tree import Tree
 
-TREE_ATTENTION = ("sdpa", "eager")  # implementations that take a mask of any shape
+Held = TypeVar("Held")
 
 # Inputs of the prompt alone, or made anew for every forward: the rest of `model_kwargs` goes into every forward.
 _PROMPT_INPUTS = (
@@ -38,27 +49,47 @@ class TargetRun:
         target: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        capacity: int | None = None,
+        widest: int = NODE_COUNTS[-1],
     ) -> None:
+        """`widest`: the largest tree that a step may verify, with its root; what is wider is not compiled."""
         self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
-        self.cache = TreeCache(self.num_layers, capacity)
+        self.rules = MaskRules.of(self.text_config, shared_heads(target))
+        self.cache = TreeCache(self.num_layers)
         self.forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in _PROMPT_INPUTS and v is not None}
         self.hidden: torch.Tensor | None = None  # [B, n, d] of the last forward, before the final norm
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
-        self.next_position: torch.Tensor  # [..., B, 1] of the root of the next tree
-        self.last_position: int | None = None  # no node goes beyond, as no token of the answer does
+        self.widest = widest
+        self._theirs: Any = None  # the cache that plain generate would use
+        self._is_static = False
+        self._step: Callable = verify_step
+        self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
+        self._last: torch.Tensor | None = None  # no node stands beyond, as no token of the answer does
         self._captured: list[torch.Tensor] = []
+        self._open = ExitStack()
+        self._implementation: str | None = None
 
     @contextmanager
     def open(self) -> Iterator["TargetRun"]:
-        with ExitStack() as stack:
-            stack.enter_context(capture_before_final_norm(self.target, self._captured))
+        with self._open:
+            self._open.enter_context(capture_before_final_norm(self.target, self._captured))
             optimise = getattr(self.target, "_optimize_model_for_decode", None)
             if optimise is not None:
-                stack.enter_context(optimise())
+                self._open.enter_context(optimise())
             yield self
+
+    @property
+    def next_position(self) -> torch.Tensor:
+        """[..., B, 1] of the root of the next tree."""
+        return self._shift + self._starts()
+
+    def _starts(self) -> int | torch.Tensor:
+        """The rows' lengths, as one number or [B, 1]."""
+        slots = self.cache.slots
+        if self._is_static:
+            return slots.starts
+        return slots.lengths[0] if slots.is_even else slots.starts_on(self._shift.device)
 
     # ------------------------------------------------------------------ forwards
 
@@ -68,109 +99,139 @@ class TargetRun:
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask.bool()
+        if wants_compiling(self.target, self.generation_config, self._theirs):
+            self._become_static(batch)
+        self._load(self._theirs)
         kwargs = {**self.model_kwargs, "past_key_values": self.cache}
         self._captured.clear()
         outputs = self.target._prefill(input_ids, self.generation_config, kwargs)
         self.cache.finish_filling(batch)
         self.hidden = self._take_hidden()
         positions = kwargs["position_ids"]
-        self.next_position = positions[..., -1:].expand(*positions.shape[:-2], batch, 1) + 1
+        following = positions[..., -1:].expand(*positions.shape[:-2], batch, 1) + 1  # [..., B, 1]
+        self._shift = following - self.cache.lengths[0]
         if limit is not None:
             # The answer's last token is never fed back, so positions end one before it.
-            self.last_position = int(self.next_position.max()) + max(limit - input_ids.shape[1] - 2, 0)
+            self._last = following.max() + max(limit - input_ids.shape[1] - 2, 0)
+        elif self._is_static:
+            self._last = following.max() + self.cache.capacity
         return outputs.logits[:, -1:]
 
     def verify(self, tree: Tree) -> torch.Tensor:
         """Logits [B, n, V] of every node, each as if its path were the text."""
+        if self._implementation is None:
+            self._implementation = self._open.enter_context(attention_for_trees(self.target))
         tree = tree.to(self.target.device)
-        with self.cache.staged(tree.size), attention_for_trees(self.target) as implementation:
-            positions = self.next_position + tree.depths  # [..., B, n]
-            if self.last_position is not None:
-                positions = positions.clamp(max=self.last_position)
-            self._captured.clear()
-            outputs = self.target(
-                input_ids=tree.tokens,
-                position_ids=positions,
-                attention_mask=self._masks(tree, positions, implementation),
-                past_key_values=self.cache,
-                use_cache=True,
-                return_dict=True,
-                **self.forward_kwargs,
-            )
-        self.hidden = self._take_hidden()
-        return outputs.logits
+        self._captured.clear()
+        with self.cache.staged(tree.size):
+            logits, hidden = self._verify_static(tree) if self._is_static else self._verify_growing(tree)
+        self.hidden = self._take_hidden() if hidden is None else hidden
+        return logits
+
+    def _verify_growing(self, tree: Tree) -> tuple[torch.Tensor, None]:
+        positions = self.next_position + tree.depths  # [..., B, n]
+        if self._last is not None:
+            positions = torch.minimum(positions, self._last)
+        outputs = self.target(
+            input_ids=tree.tokens,
+            position_ids=positions,
+            attention_mask=self._masks(tree),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **self.forward_kwargs,
+        )
+        return outputs.logits, None
+
+    def _verify_static(self, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        size = tree.size
+        is_compiled = size <= self.widest
+        width = min(count for count in (*NODE_COUNTS, self.widest) if count >= size) if is_compiled else size
+        tokens, parents, depths = (
+            torch.nn.functional.pad(values, (0, width - size)).clone(memory_format=torch.contiguous_format)
+            for values in (tree.tokens, tree.parents, tree.depths)
+        )  # [B, width] each; a node too many stands beside the root's children and is not looked at
+        logits, hidden = (self._step if is_compiled else verify_step)(
+            *(self.target, self.cache, self.rules, self._mask_dtype()),
+            max(self.widest, SPARE_SLOTS).bit_length(),
+            *(tokens, parents, depths, self._shift, self._last, self.forward_kwargs),
+        )
+        logits = logits[:, :size]
+        if is_compiled and logits.is_cuda:  # the next replay of the graph writes over these
+            logits, hidden = logits.clone(), None if hidden is None else hidden.clone()
+        return logits, hidden
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the walked nodes of each row (the prefill's own token is already kept: its path is empty)."""
         self.cache.commit(paths)
-        counts = torch.tensor([len(path) for path in paths], device=self.next_position.device)
-        self.next_position = self.next_position + counts[:, None]
+
+    @property
+    def can_drop_rows(self) -> bool:
+        return not self._is_static and not any(isinstance(v, torch.Tensor) for v in self.forward_kwargs.values())
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Go on with these rows only, in this order; the others' keys and values are gone."""
+        self.cache.keep_rows(rows)
+        index = torch.tensor(rows, device=self._shift.device)
+        self._shift = self._shift.index_select(-2, index)
+        self.hidden = self.hidden[index.to(self.hidden.device)]
+        if self.prompt_mask is not None:
+            self.prompt_mask = self.prompt_mask[index.to(self.prompt_mask.device)]
 
     def _take_hidden(self) -> torch.Tensor:
         return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
 
     # ------------------------------------------------------------------ masks
 
-    def _masks(self, tree: Tree, positions: torch.Tensor, implementation: str) -> Any:
-        """One mask [B, 1, n, columns], or one per layer type where the target's layers differ."""
-        visible = self._visible(tree)  # [B, n, columns]
-        kinds = getattr(self.text_config, "layer_types", None)
-        if kinds is not None:
-            return {kind: self._finish(self._narrowed(visible, tree, kind), implementation) for kind in set(kinds)}
-        kind = "full_attention"
-        if getattr(self.text_config, "sliding_window", None) is not None:
-            kind = "sliding_attention"
-        elif getattr(self.text_config, "attention_chunk_size", None) is not None:
-            kind = "chunked_attention"
-        return self._finish(self._narrowed(visible, tree, kind), implementation)
+    def _masks(self, tree: Tree) -> Any:
+        """One mask [B, 1, n, C], or one per layer type where the target's layers differ; None as in a plain step."""
+        slots, rules, dtype, device = self.cache.slots, self.rules, self._mask_dtype(), tree.tokens.device
+        columns = slots.columns()
+        is_full = rules.are_full_for(columns)
+        if is_full and slots.is_even and self.prompt_mask is None:
+            if tree.size == 1 and self._implementation == "sdpa":
+                return rules.arrange(dict.fromkeys(rules.kinds))
+            return rules.arrange(dict.fromkeys(rules.kinds, plain_mask(tree.ancestors(), slots.lengths[0], dtype)))
+        starts = slots.starts_on(device)  # [B, 1]
+        prompt = None if self.prompt_mask is None else self.prompt_mask.to(device)
+        visible = visible_columns(tree.ancestors(), starts, columns, prompt)  # [B, n, C]
+        if is_full:
+            return rules.arrange(dict.fromkeys(rules.kinds, additive(visible, dtype)))
+        padding = 0 if prompt is None else (~prompt).sum(1, keepdim=True)  # [B, 1]
+        masks = {kind: narrowed(visible, starts, tree.depths, kind, rules, padding) for kind in rules.kinds}
+        return rules.arrange({kind: additive(mask, dtype) for kind, mask in masks.items()})
 
-    def _visible(self, tree: Tree) -> torch.Tensor:
-        """[B, n, columns]: the committed text without its padding, and each node's ancestors with itself."""
-        lengths, size, device = self.cache.lengths, tree.size, tree.tokens.device
-        columns, ancestors = max(lengths) + size, tree.ancestors()
-        if min(lengths) == max(lengths):
-            visible = torch.ones(len(lengths), size, columns, dtype=torch.bool, device=device)
-            visible[:, :, lengths[0] :] = ancestors
-        else:
-            starts = torch.tensor(lengths, device=device)[:, None]  # [B, 1]
-            committed = torch.arange(columns, device=device) < starts  # [B, columns]
-            visible = committed[:, None].expand(-1, size, -1).clone()
-            slots = starts + torch.arange(size, device=device)  # [B, n]
-            visible.scatter_(2, slots[:, None].expand(-1, size, -1), ancestors)
-        if self.prompt_mask is not None:
-            visible[:, :, : self.prompt_mask.shape[1]] &= self.prompt_mask.to(device)[:, None]
-        return visible
-
-    def _narrowed(self, visible: torch.Tensor, tree: Tree, kind: str) -> torch.Tensor:
-        """A window counts columns and a chunk tokens, as in transformers; a node stands where its token would."""
-        if kind == "full_attention":
-            return visible
-        device, columns = visible.device, visible.shape[2]
-        starts = torch.tensor(self.cache.lengths, device=device)[:, None]  # [B, 1]
-        nodes = starts + tree.depths  # [B, n] the column each node's token would have
-        slot = torch.arange(columns, device=device).expand(visible.shape[0], -1) - starts  # [B, columns]
-        staged = nodes.gather(1, slot.clamp(0, tree.size - 1))  # [B, columns]
-        column = torch.where(slot < 0, slot + starts, staged)  # [B, columns] likewise, committed ones as they are
-        if kind == "sliding_attention":
-            return visible & (nodes[:, :, None] - column[:, None] < self.text_config.sliding_window)
-        if kind == "chunked_attention":
-            padding = 0 if self.prompt_mask is None else (~self.prompt_mask).sum(1, keepdim=True).to(device)  # [B, 1]
-            size = self.text_config.attention_chunk_size
-            node_chunk, column_chunk = (nodes - padding) // size, (column - padding) // size
-            return visible & (node_chunk[:, :, None] == column_chunk[:, None])
-        raise NotImplementedError(f"no tree mask for layers of type {kind!r}")
-
-    def _finish(self, visible: torch.Tensor, implementation: str) -> torch.Tensor:
-        mask = visible[:, None]  # [B, 1, n, columns]
-        if implementation == "sdpa":
-            return mask
-        dtype = self.target.dtype  # eager attention adds the mask to the scores
-        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+    def _mask_dtype(self) -> torch.dtype:
+        """What attention computes in: sdpa takes a mask of the keys' dtype, eager attention what the target is in."""
+        return (self.cache.dtype if self._implementation == "sdpa" else None) or self.target.dtype
 
     # ------------------------------------------------------------------ other caches
 
     def adopt(self, other: Any | None) -> int:
-        """Continue from a user's cache; returns the columns it holds."""
+        """Continue from a user's cache, or a new one that plain generate would use; returns the columns it holds."""
+        self._theirs = other
+        return 0 if other is None else int(other.get_seq_length())
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._is_static
+
+    def hold(self, context: AbstractContextManager[Held]) -> Held:
+        """Enters `context` for as long as this run is open."""
+        return self._open.enter_context(context)
+
+    def _become_static(self, batch: int) -> None:
+        embeds = self.model_kwargs.get("inputs_embeds")
+        longest = self.generation_config.max_length + (0 if embeds is None else embeds.shape[1])
+        plain = [layer.max_cache_len for layer in self._theirs.layers if not layer.is_sliding]
+        slots = max([longest, *plain]) + max(self.widest, SPARE_SLOTS)
+        self.cache = self._open.enter_context(lent_cache(self.target, self.num_layers, batch, slots))
+        if self.prompt_mask is not None:
+            self.cache.slots.text[:, : self.prompt_mask.shape[1]] = self.prompt_mask
+        self._step = compiled_step(self.target, self.generation_config.compile_config, self.cache)
+        self._is_static = True
+
+    def _load(self, other: Any | None) -> None:
         length = 0 if other is None else int(other.get_seq_length())
         if length:
             states = [
@@ -180,7 +241,6 @@ class TargetRun:
                 for layer in other.layers
             ]
             self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
-        return length
 
     def hand_back(self, other: Any | None, length: int) -> Any:
         """The first `length` columns as a cache that plain generate can continue: the user's own, or a new one."""
@@ -206,13 +266,17 @@ def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tens
     decoder, _, norm = find_decoder(target)
     thread = threading.get_ident()
 
+    def take(hidden: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():
+            note_hidden(hidden)
+        elif threading.get_ident() == thread:
+            captured.append(hidden)
+
     def before_norm(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        if threading.get_ident() == thread:
-            captured.append(args[0] if args else next(iter(kwargs.values())))
+        take(args[0] if args else next(iter(kwargs.values())))
 
     def after_decoder(_: nn.Module, __: tuple, output: Any) -> None:
-        if threading.get_ident() == thread:
-            captured.append(output[0])
+        take(output[0])
 
     if norm is not None:
         handle = norm.register_forward_pre_hook(before_norm, with_kwargs=True)
@@ -222,40 +286,6 @@ def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tens
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
-    """The attention implementation that verifies a tree: the target's own, or sdpa for the length of the block."""
-    current = target.config._attn_implementation
-    if current in TREE_ATTENTION:
-        yield current
-        return
-    configs = _configs_of(target)
-    before = [(config, config._attn_implementation) for config in configs]
-    try:
-        target.set_attn_implementation("sdpa")
-        yield "sdpa"
-    finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-
-
-def _configs_of(target: nn.Module) -> list[Any]:
-    """Every config in the target that names an attention implementation."""
-    found: dict[int, Any] = {}
-
-    def visit(config: Any) -> None:
-        if id(config) not in found:
-            found[id(config)] = config
-            for name in config.sub_configs:
-                if getattr(config, name, None) is not None:
-                    visit(getattr(config, name))
-
-    for module in target.modules():
-        if isinstance(module, PreTrainedModel):
-            visit(module.config)
-    return list(found.values())
 
 
 def takes_positions(target: PreTrainedModel) -> bool:

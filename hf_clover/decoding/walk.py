@@ -74,6 +74,7 @@ class Text:
     is_pure: bool = False  # processors and criteria may be called for tokens that are then dropped
     dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
     finished: list[bool] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
 
@@ -98,6 +99,7 @@ class Text:
             scores=() if recorded and config.output_scores else None,
             logits=() if recorded and config.output_logits else None,
             finished=[False] * batch,
+            live=list(range(batch)),
         )
         if any(hasattr(criterion, "eos_token_id") for criterion in criteria) and config._pad_token_tensor is not None:
             text.pad = int(config._pad_token_tensor)
@@ -124,9 +126,18 @@ class Text:
     def done(self) -> bool:
         return all(self.finished)
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Places among the live rows."""
+        return [place for place, row in enumerate(self.live) if not self.finished[row]]
+
     def rows(self) -> list[torch.Tensor]:
         """Per row [L]."""
         return [row for ids in self.input_ids for row in ids]
+
+    def live_rows(self) -> list[torch.Tensor]:
+        rows = self.rows()
+        return [rows[row] for row in self.live]
 
     def sequences(self) -> torch.Tensor:
         """[B, L]: rows that ended early padded as plain generate pads them."""
@@ -169,8 +180,8 @@ class Dice:
 
 
 def replay(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
-    """Walk each row of logits [B, n, V]; returns the walked nodes per row, one per emitted token."""
-    paths: list[list[int]] = [[] for _ in text.finished]
+    """Walk each live row of logits [B, n, V]; returns the walked nodes per row, one per emitted token."""
+    paths: list[list[int]] = [[] for _ in text.live]
     walk = _replay_in_lockstep if text.in_lockstep else _replay_abreast
     walk(_children(tree), logits, text, paths)
     return paths
@@ -215,10 +226,11 @@ def _replay_abreast(
     children: list[dict[tuple[int, int], int]], logits: torch.Tensor, text: Text, paths: list[list[int]]
 ) -> None:
     """Each row at its own token, as far as it gets; what is asked of a row is asked as if it were alone."""
-    at = {row: 0 for row, finished in enumerate(text.finished) if not finished}  # row -> node
+    at = dict.fromkeys(text.unfinished, 0)  # place -> node
     while at:
-        rows, nodes = list(at), list(at.values())
-        raw = _logits_at(logits, rows, nodes)  # [k, V]
+        places, nodes = list(at), list(at.values())
+        rows = [text.live[place] for place in places]
+        raw = _logits_at(logits, places, nodes)  # [k, V]
         if text.scores_decide:
             scores = _process(text.processors[0], None, raw)  # [k, V]
         else:
@@ -230,15 +242,15 @@ def _replay_abreast(
         else:
             tokens = torch.argmax(scores, dim=-1)  # [k]
         at = {}
-        for row, node, token in zip(rows, nodes, tokens.tolist(), strict=True):
+        for place, row, node, token in zip(places, rows, nodes, tokens.tolist(), strict=True):
             new = torch.tensor([[token]], device=text.input_ids[row].device)
             text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
-            paths[row].append(node)
+            paths[place].append(node)
             text.emitted += 1
             text.finished[row] = bool(text.criteria(text.input_ids[row], None))
-            child = children[row].get((node, token))
+            child = children[place].get((node, token))
             if child is not None and not text.finished[row]:
-                at[row] = child
+                at[place] = child
 
 
 def _logits_at(logits: torch.Tensor, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
@@ -285,7 +297,8 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
     broken, tree = best.isnan(), tree.to(logits.device)
     packed = torch.stack((tree.tokens, tree.parents, tree.valid.long(), picks, broken.long()), dim=1)  # [B, 5, n]
     paths: list[list[int]] = []
-    for row, (tokens, parents, valid, chosen, is_broken) in enumerate(packed.tolist()):  # the one sync
+    for place, (row, packed_row) in enumerate(zip(text.live, packed.tolist(), strict=True)):  # the one sync
+        tokens, parents, valid, chosen, is_broken = packed_row
         path: list[int] = []
         paths.append(path)
         if text.finished[row]:
@@ -296,7 +309,7 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
         node: int | None = 0
         while node is not None:
             if is_broken[node]:
-                raise_nan(logits[row])
+                raise_nan(logits[place])
             path.append(node)
             text.finished[row] = chosen[node] in text.ends or len(path) >= room
             node = None if text.finished[row] else children.get((node, chosen[node]))

@@ -1,0 +1,113 @@
+"""Attention over a tree: which implementation of the target's takes a tree's mask, and a faster one for shared heads.
+
+Contract: inside `attention_for_trees(target)` the target attends in a way that takes a mask of any shape. Where query
+heads share a key head, that is `packed_attention`, which computes what transformers' sdpa attention does, its slow
+twin. With a mask, sdpa copies keys and values for every query head, in every layer and over the whole text; here the
+query heads that share a key head stand behind one another as rows of one head, as transformers does for one token.
+Its masks have their rows repeated as often (`shared_heads`), once for all layers.
+
+Shapes: B batch, H query heads, K key heads, G = H / K, n tree nodes, C cache columns, D size of a head.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+PACKED = "clover_packed_sdpa"
+TREE_ATTENTION = ("sdpa", "eager")  # transformers' implementations that take a mask of any shape
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, n, D], key and value [B, K, C, D], mask [B, 1, G n, C] -> [B, n, H, D]"""
+    batch, heads, nodes, size = query.shape
+    groups = heads // key.shape[1]
+    rows = groups * nodes
+    is_packed = attention_mask is not None and attention_mask.shape[1:3] == (1, rows) and groups > 1
+    if not is_packed or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")):
+        mask = None if attention_mask is None else attention_mask[:, :, :nodes]
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+    packed = query.reshape(batch, key.shape[1], rows, size)  # [B, K, G n, D]
+    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
+
+
+def shared_heads(target: PreTrainedModel) -> int:
+    """How many query heads share a key head where `packed_attention` is used for this target, else 1."""
+    config = target.config.get_text_config(decoder=True)
+    heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    is_counted = isinstance(heads, int) and isinstance(keys, int)
+    fits = is_counted and getattr(target, "_supports_attention_backend", False)
+    return heads // keys if fits and target.config._attn_implementation != "eager" else 1
+
+
+_switched: WeakKeyDictionary[PreTrainedModel, tuple[int, list]] = WeakKeyDictionary()  # calls inside, and what was
+_switching = threading.Lock()
+
+
+@contextmanager
+def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
+    """Says "sdpa" or "eager", by the masks that the target takes inside the block.
+
+    Several threads may be inside at once: the last one out puts the target's own back.
+    """
+    with _switching:
+        inside, before = _switched.get(target, (0, []))
+        if not inside:
+            before = [(config, config._attn_implementation) for config in _configs_of(target)]
+            groups = shared_heads(target)
+            if target.config._attn_implementation not in TREE_ATTENTION:
+                target.set_attn_implementation("sdpa")
+            if groups > 1:
+                for config in _configs_of(target):
+                    if config._attn_implementation == "sdpa":
+                        config._attn_implementation_internal = PACKED
+        _switched[target] = (inside + 1, before)
+    try:
+        yield "eager" if target.config._attn_implementation == "eager" else "sdpa"
+    finally:
+        with _switching:
+            inside, before = _switched.pop(target)
+            if inside > 1:
+                _switched[target] = (inside - 1, before)
+            else:
+                for config, implementation in before:
+                    config._attn_implementation_internal = implementation
+
+
+def _configs_of(target: nn.Module) -> list[Any]:
+    """Every config in the target that names an attention implementation."""
+    found: dict[int, Any] = {}
+
+    def visit(config: Any) -> None:
+        if id(config) not in found:
+            found[id(config)] = config
+            for name in config.sub_configs:
+                if getattr(config, name, None) is not None:
+                    visit(getattr(config, name))
+
+    for module in target.modules():
+        if isinstance(module, PreTrainedModel):
+            visit(module.config)
+    return list(found.values())

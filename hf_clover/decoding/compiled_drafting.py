@@ -1,0 +1,170 @@
+"""Drafting as one compiled step: the heads take in what is new, and grow a tree from it.
+
+Contract: `CompiledDrafter` gives the trees of `CloverCandidateGenerator`, its slow twin, where the target's forward is
+compiled too. Shapes are static: up to `width` new positions a row in every step, a cache of fixed capacity, and one
+graph for each number of nodes. The prompt, and what gathers while drafting rests, is taken in eagerly before.
+
+Shapes: B batch, T prompt columns, m new positions (`width` of them in a step), C capacity, d hidden size.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import CompileConfig
+
+from ..modeling_clover import CloverHeads
+from .compiled import StaticTreeCache, compiled_function, lent_cache
+from .drafting import BLOCK, CloverCandidateGenerator, Settled, grow
+from .masks import additive, visible_columns
+from .token_tables import Step, stepper
+from .tree import Tree, root_only
+
+
+@contextmanager
+def compiled_drafter(
+    heads: CloverHeads,
+    batch_size: int,
+    capacity: int,
+    config: CompileConfig | None,
+    prompt_mask: torch.Tensor | None,
+    block: int | None,
+) -> Iterator["CompiledDrafter"]:
+    """A drafter for texts of up to `capacity` tokens, with a cache that is nobody else's inside the block."""
+    if not heads.config.has_augmenting_block:
+        yield CompiledDrafter(heads, None, config, prompt_mask, block)
+        return
+    with lent_cache(heads, heads.config.num_augmenting_layers, batch_size, capacity) as cache:
+        if prompt_mask is not None:
+            cache.slots.text[:, : prompt_mask.shape[1]] = prompt_mask
+        yield CompiledDrafter(heads, cache, config, prompt_mask, block)
+
+
+class CompiledDrafter(CloverCandidateGenerator):
+    def __init__(
+        self,
+        heads: CloverHeads,
+        cache: StaticTreeCache | None,
+        config: CompileConfig | None,
+        prompt_mask: torch.Tensor | None,
+        block: int | None,
+    ) -> None:
+        super().__init__(heads, prompt_mask, block)
+        self.cache, self.compile_config = cache, config
+        self.width = self.config.draft_depth + 1  # what a walk settles at most
+
+    @torch.no_grad()
+    def draft(self, nodes: int, shape: str | None = None) -> Tree:
+        if nodes == 0 or self.is_broken:
+            return root_only(self.roots)
+        self._step = self._step or stepper(self.heads)
+        if self.state is None:
+            self._take_in_prompt()
+        new = self._take_in_all_but_a_step()
+        counts = torch.tensor(new.counts, device=self.roots.device)  # [B]
+        capacity = None if self.cache is None else self.cache.capacity
+        sizes = (len(self.roots), capacity, nodes, shape)
+        run = compiled_function(draft_step, self.compile_config, self.heads, sizes)
+        values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
+        # Copies of one layout each: another stride, or two that are one tensor, would make another graph.
+        values = [value.clone(memory_format=torch.contiguous_format) for value in values]
+        with self._staged(new):
+            state, *tree = run(
+                *(self.heads, self.cache, self._step, nodes, shape or self.config.draft_tree),
+                *values,
+            )
+        if state.is_cuda:  # the next replay of the graph writes over these
+            state, *tree = (value.clone() for value in (state, *tree))
+        self.state = state
+        return Tree(*tree, max_depth=min(self.config.draft_depth, nodes))
+
+    def _take_in_prompt(self) -> None:
+        """All columns at once, as they are; padding is masked."""
+        prompt, *self._waiting = self._waiting
+        width = prompt.hidden.shape[1]
+        if self.cache is None:
+            states = self.heads.encode(prompt.hidden, prompt.next_tokens)  # [B, T, d]
+        else:
+            self.cache.slots.lengths = [0] * len(prompt.counts)
+            block = self.block or (width if self.prompt_mask is None else BLOCK)
+            parts = []
+            for start in range(0, width, block):
+                part = prompt.part(start, start + block)
+                mask = self._mask(part.hidden.shape[1], part.hidden.device)
+                parts.append(self.heads.encode(part.hidden, part.next_tokens, mask, part.positions, self.cache))
+                self.cache.finish_filling(len(prompt.counts))
+            states = torch.cat(parts, dim=1)  # [B, T, d]
+        self.state = prompt.at_last(states)
+
+    def _take_in_all_but_a_step(self) -> Settled:
+        """The last `width` positions or fewer that are still to be taken in, filled up to `width`."""
+        batch, width = len(self.roots), self.width
+        new = Settled.joined(self._waiting) if self._waiting else None
+        self._waiting = []
+        while new is not None and new.hidden.shape[1] > width:
+            part, new = new.part(0, width), new.part(width, new.hidden.shape[1])
+            counts = torch.tensor(part.counts, device=self.roots.device)
+            with self._staged(part):
+                values = (part.hidden, part.next_tokens, part.positions, counts, self.state)
+                self.state = take_in(self.heads, self.cache, *values)
+        if new is None:
+            size, device = self.config.hidden_size, self.roots.device
+            hidden = torch.zeros(batch, width, size, dtype=self.heads.dtype, device=device)
+            empty = torch.zeros(batch, width, dtype=torch.long, device=device)
+            return Settled(hidden, empty, empty, [0] * batch)
+        missing = width - new.hidden.shape[1]
+        pad = torch.nn.functional.pad
+        hidden = pad(new.hidden, (0, 0, 0, missing))
+        return Settled(hidden, pad(new.next_tokens, (0, missing)), pad(new.positions, (0, missing)), new.counts)
+
+    @contextmanager
+    def _staged(self, new: Settled) -> Iterator[None]:
+        """Within, the cache takes the new positions, and keeps those that there are."""
+        if self.cache is None:
+            yield
+            return
+        with self.cache.staged(self.width):
+            yield
+        self.cache.commit([range(count) for count in new.counts])
+
+
+def take_in(
+    heads: CloverHeads,
+    cache: StaticTreeCache | None,
+    hidden: torch.Tensor,
+    next_tokens: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """The state [B, d] after each row's first `counts` [B] of m positions; a row with none keeps `state`."""
+    if cache is None:
+        states = heads.encode(hidden, next_tokens)  # [B, m, d]
+    else:
+        slots, width = cache.slots, hidden.shape[1]
+        slots.index = slots.starts + torch.arange(width, device=hidden.device)  # [B, m]
+        causal = torch.ones(width, width, dtype=torch.bool, device=hidden.device).tril().expand(len(hidden), -1, -1)
+        visible = visible_columns(causal, slots.starts, slots.text.shape[1], slots.text)  # [B, m, C]
+        states = heads.encode(hidden, next_tokens, additive(visible, heads.dtype), positions, cache)  # [B, m, d]
+        slots.index = None
+    last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, -1, states.shape[2])  # [B, 1, d]
+    return torch.where(counts[:, None] > 0, states.gather(1, last)[:, 0], state)
+
+
+def draft_step(
+    heads: CloverHeads,
+    cache: StaticTreeCache | None,
+    step: Step,
+    nodes: int,
+    shape: str,
+    hidden: torch.Tensor,
+    next_tokens: torch.Tensor,
+    positions: torch.Tensor,
+    counts: torch.Tensor,
+    state: torch.Tensor,
+    roots: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """`take_in`, then the tree's tensors."""
+    state = take_in(heads, cache, hidden, next_tokens, positions, counts, state)
+    tree = grow(heads, step, state, roots, nodes, shape)
+    return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid

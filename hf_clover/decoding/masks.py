@@ -1,0 +1,122 @@
+"""Which cache columns the nodes of a tree see.
+
+Contract: functions of tensors without a host sync, so that they run eagerly and inside a compiled forward alike. A
+node sees the committed columns of its row, without its padding, and its own ancestors, which stand after them. Where
+a layer looks at part of the text only, a node stands where its token would.
+
+Shapes: B batch, n tree nodes, C cache columns.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ALIGNMENT = 16  # CUDA's kernels copy a mask in every layer whose rows do not begin at a multiple of so many entries
+
+
+@dataclass(frozen=True)
+class MaskRules:
+    """What a target's layers look at."""
+
+    kinds: tuple[str, ...]
+    per_kind: bool  # the target takes a dictionary of masks, one for each kind of layer
+    window: int | None
+    chunk: int | None
+    shared_heads: int  # query heads that are rows of one head, so that each row of a mask is there as often
+
+    @classmethod
+    def of(cls, text_config: Any, shared_heads: int = 1) -> "MaskRules":
+        window, chunk = (getattr(text_config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+        layer_types = getattr(text_config, "layer_types", None)
+        if layer_types is not None:
+            return cls(tuple(sorted(set(layer_types))), True, window, chunk, shared_heads)
+        kind = SLIDING if window is not None else CHUNKED if chunk is not None else FULL
+        return cls((kind,), False, window, chunk, shared_heads)
+
+    def are_full_for(self, columns: int) -> bool:
+        """Whether every layer looks at the whole of a text of so many columns."""
+        spans = {FULL: None, SLIDING: self.window, CHUNKED: self.chunk}
+        return all(spans.get(kind, 0) is None or columns <= spans[kind] for kind in self.kinds)
+
+    def arrange(self, masks: dict[str, torch.Tensor | None]) -> Any:
+        """As the target takes them."""
+        packed = {id(mask): self._packed(mask) for mask in masks.values()}
+        masks = {kind: packed[id(mask)] for kind, mask in masks.items()}
+        return masks if self.per_kind else masks[self.kinds[0]]
+
+    def _packed(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """[B, 1, n, C] -> [B, 1, G n, C]"""
+        if mask is None or self.shared_heads == 1:
+            return mask
+        batch, _, size, columns = mask.shape
+        packed = blank(batch, self.shared_heads * size, columns, mask.dtype, mask.device)
+        packed.unflatten(2, (self.shared_heads, size)).copy_(mask[:, :, None])
+        return packed
+
+
+def ancestors_of(parents: torch.Tensor, rounds: int) -> torch.Tensor:
+    """[B, n, n]: whether column is row or above it, in a tree less than 2 ** `rounds` deep; parents [B, n]."""
+    batch, size = parents.shape
+    above = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    for _ in range(rounds):  # who is up to 1, 3, 7, ... steps above; `parents` is who is 1, 2, 4, ... steps above
+        above = above | above.gather(1, parents[..., None].expand(-1, -1, size))
+        parents = parents.gather(1, parents)
+    return above
+
+
+def visible_columns(
+    ancestors: torch.Tensor, starts: torch.Tensor, columns: int, prompt: torch.Tensor | None
+) -> torch.Tensor:
+    """[B, n, C] from ancestors [B, n, n], the rows' lengths [B, 1] and, for the first columns, which are text."""
+    size, device = ancestors.shape[1], ancestors.device
+    committed = torch.arange(columns, device=device) < starts  # [B, C]
+    if prompt is not None:
+        committed[:, : prompt.shape[1]] &= prompt
+    slots = starts + torch.arange(size, device=device)  # [B, n]
+    visible = committed[:, None].expand(-1, size, -1)  # [B, n, C]
+    return visible.scatter(2, slots[:, None].expand(-1, size, -1), ancestors)
+
+
+def narrowed(
+    visible: torch.Tensor, starts: torch.Tensor, depths: torch.Tensor, kind: str, rules: MaskRules, padding: Any
+) -> torch.Tensor:
+    """What a layer of this kind leaves of it: a window counts columns and a chunk tokens, as in transformers.
+
+    `padding` [B, 1] (or 0) is the number of columns of each row that are no text.
+    """
+    if kind == FULL:
+        return visible
+    nodes = starts + depths  # [B, n] the column each node's token would have
+    slot = torch.arange(visible.shape[2], device=visible.device) - starts  # [B, C]
+    staged = nodes.gather(1, slot.clamp(0, depths.shape[1] - 1))  # [B, C]
+    column = torch.where(slot < 0, slot + starts, staged)  # [B, C] likewise, committed ones as they are
+    if kind == SLIDING:
+        return visible & (nodes[:, :, None] - column[:, None] < rules.window)
+    if kind == CHUNKED:
+        node_chunk, column_chunk = (nodes - padding) // rules.chunk, (column - padding) // rules.chunk
+        return visible & (node_chunk[:, :, None] == column_chunk[:, None])
+    raise NotImplementedError(f"no tree mask for layers of type {kind!r}")
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 1, n, C] to be added to the attention scores, which sdpa would make of a bool mask in every layer anew."""
+    mask = blank(visible.shape[0], *visible.shape[1:], dtype, visible.device, torch.finfo(dtype).min)
+    return mask.masked_fill_(visible[:, None], 0)
+
+
+def blank(
+    batch: int, size: int, columns: int, dtype: torch.dtype, device: torch.device, value: float = 0.0
+) -> torch.Tensor:
+    """[B, 1, n, C] of one value, its rows aligned."""
+    width = -(-columns // ALIGNMENT) * ALIGNMENT
+    return torch.full((batch, 1, size, width), value, dtype=dtype, device=device)[..., :columns]
+
+
+def plain_mask(ancestors: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """`additive` of `visible_columns` where all rows have one length and no padding, in four operations."""
+    batch, size, _ = ancestors.shape
+    mask = blank(batch, size, length + size, dtype, ancestors.device)
+    mask[..., length:].masked_fill_(~ancestors[:, None], torch.finfo(dtype).min)
+    return mask

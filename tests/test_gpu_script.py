@@ -1,0 +1,166 @@
+"""examples/experiments/gpu.py at its toy size on the CPU: every stage runs, and what must hold of the result holds."""
+
+import importlib
+import json
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("gpu")
+
+
+def run(gpu: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
+    """The JSON it leaves, also where it ends with an error."""
+    try:
+        gpu.main(["--toy", "--output", str(folder), *more])
+    finally:
+        result = json.loads((folder / "gpu.json").read_text(encoding="utf-8"))
+    return result
+
+
+@pytest.mark.slow
+def test_every_stage(gpu, tmp_path):
+    result = run(gpu, tmp_path)
+    assert (result["kind"], result["name"], result["settings"]["toy"]) == ("experiment", "gpu", True)
+    assert all(result[field] for field in ("question", "command", "machine", "versions", "date"))
+    assert str(tmp_path) not in json.dumps(result)
+    assert list(result["stages"]) == [stage[0] for stage in gpu.Bench(gpu._parse(["--toy"])).stages()]
+    assert result["left_out"] == result["failed"] == {}
+
+    assert [(check["cache"], check["method"]) for check in result["checks"]] == [
+        (cache, variant) for cache in ("dynamic", "static") for variant in ("clover-2", "clover", "medusa")
+    ]
+    assert all(check["passed"] for check in result["checks"])
+
+    heads = {"clover-2", "clover-2, 1100 ids", "clover", "medusa"}
+    found = {(row["cache"], row["batch_size"], row["method"]) for row in result["rows"]}
+    assert found == {
+        *((cache, size, method) for cache in ("dynamic", "static") for size in (1, 2) for method in {*heads, "plain"}),
+        *(("dynamic", 1, method) for method in ("prompt-lookup", "assistant")),
+    }
+    for row in [*result["rows"], *result["budgets"]]:
+        assert row["skipped"] is None
+        assert row["identical"] is True
+        assert row["tokens_per_second"] > 0
+    assert {row["method"] for row in result["budgets"]} == {"plain", "4 nodes", "8 nodes", "automatic"}
+
+    assert [(step["cache"], step["method"]) for step in result["steps"]] == [
+        (cache, name) for cache in ("dynamic", "static") for name in ("plain", "clover-2", "clover-2, 1100 ids")
+    ]
+    for step in result["steps"]:
+        parts = (
+            {"plain step", "other"} if step["method"] == "plain" else {"verify", "draft", "walk", "commit", "other"}
+        )
+        assert set(step["parts_ms"]) == parts
+        assert step["step_ms"] > 0
+    for kernels in ([k for k in result["kernels"] if k["method"] == name] for name in ("plain", "clover-2, 1100 ids")):
+        assert kernels[0]["kernel"] == "all"
+        assert kernels[0]["ms"] >= kernels[1]["ms"] > 0
+    contexts = [(row["cache"], row["method"], row["context"]) for row in result["contexts"]]
+    assert contexts == [
+        (cache, name, length)
+        for cache in ("dynamic", "static")
+        for length in (16, 64)
+        for name in ("plain", "clover-2, 1100 ids")
+    ]
+
+    titles = " ".join(panel["title"] for panel in result["figure"]["panels"])
+    for part in ("Speedup, dynamic", "Efficiency, static", "Where a step goes", "context, static", "Budgets"):
+        assert part in titles
+    for panel in result["figure"]["panels"]:
+        assert all(len(series["x"]) == len(series["y"]) > 0 for series in panel["series"])
+    for picture in ("gpu.png", "gpu-dark.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_time_nothing_is_begun(gpu, tmp_path):
+    result = run(gpu, tmp_path, "--minutes", "0")
+    assert list(result["left_out"]) == [stage[0] for stage in gpu.Bench(gpu._parse(["--toy"])).stages()]
+    assert set(result["left_out"].values()) >= {"0 seconds were left, and it needs at least 10"}
+    assert result["rows"] == result["figure"]["panels"] == []
+    assert not (tmp_path / "gpu.png").exists()
+
+
+def test_a_stage_that_outlasts_its_time_is_stopped(gpu, tmp_path, monkeypatch):
+    def stages(self: Any) -> Any:
+        yield "endless", 0, 0.1, endless
+        yield "next", 0, 10, lambda: self.lists["checks"].append({"passed": True})
+
+    def endless() -> None:
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                raise AssertionError("taken for an ordinary failure") from None
+
+    monkeypatch.setattr(gpu.Bench, "stages", stages)
+    result = run(gpu, tmp_path)
+    assert result["left_out"] == {"endless": "stopped after 0 seconds, which was all it was given"}
+    assert set(result["stages"]) == {"endless", "next"}
+    assert result["checks"] == [{"passed": True}]
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_stage_that_fails_does_not_end_the_run(gpu, tmp_path, monkeypatch):
+    def fail(self: Any, cache: str) -> None:
+        raise RuntimeError(f"CUDA out of memory, {cache}")
+
+    monkeypatch.setattr(gpu.Bench, "exact", fail)
+    with pytest.raises(SystemExit, match="CUDA out of memory, dynamic"):
+        run(gpu, tmp_path, "--only", "exact")
+    failed = json.loads((tmp_path / "gpu.json").read_text())["failed"]
+    assert list(failed) == ["exact dynamic", "exact static"]
+
+
+def test_other_tokens_are_an_error(gpu, tmp_path, monkeypatch):
+    wrong = {"method": "clover", "passed": False}
+    monkeypatch.setattr(gpu.Bench, "exact", lambda self, cache: self.lists["checks"].append(wrong))
+    with pytest.raises(SystemExit, match=r"other tokens .*clover"):
+        run(gpu, tmp_path, "--only", "exact dynamic")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_the_toy_is_named(gpu, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "`--toy` runs the same stages on the CPU" in capsys.readouterr().err
+
+
+def test_a_part_within_a_part_counts_once(gpu, monkeypatch):
+    """draft takes 5 in all, of which extend, called by it, takes 2; then extend alone takes 1."""
+    step_parts = importlib.import_module("step_parts")
+    clock, time_is = step_parts.Clock(torch.device("cpu")), [0.0]
+    monkeypatch.setattr(clock, "now", lambda: time_is[0])
+
+    @contextmanager
+    def passing(seconds: float) -> Any:
+        yield
+        time_is[0] += seconds
+
+    def take(seconds: float) -> str:
+        with passing(seconds):
+            return "taken"
+
+    extend = clock.around("extend", take)
+
+    def draft() -> None:
+        take(1)
+        assert extend(2) == "taken"
+        take(2)
+
+    clock.around("draft", draft)()
+    extend(1)
+    assert clock.calls == {"extend": [2, 1], "draft": [3]}

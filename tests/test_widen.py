@@ -1,0 +1,183 @@
+"""Widened models compute what the small ones compute: logits, heads, trees and tokens."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from hf_clover import CloverHeads
+from hf_clover.prompts import function_starts
+
+ROOT = Path(__file__).resolve().parent.parent
+STAND_IN = ROOT / "examples" / "stand_in"
+WIDER = {
+    "double": dict(
+        hidden_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        intermediate_size=96,
+        vocab_size=128,
+    ),
+    # Longer heads, more queries for a key, a width that is no power of 4 times the old one.
+    "crooked": dict(
+        hidden_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=12,
+        num_key_value_heads=3,
+        head_dim=16,
+        intermediate_size=50,
+        vocab_size=65,
+    ),
+}
+
+
+@pytest.fixture
+def widen(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "experiments"))
+    return importlib.import_module("widen")
+
+
+@pytest.fixture
+def small() -> torch.nn.Module:
+    """Two key heads with two queries each; weights large enough that rounding decides nothing."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-3,  # large enough to be seen
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=1,
+        initializer_range=0.2,
+    )
+    target = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in target.named_parameters():
+        if "norm" in name:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    target.lm_head.weight.data *= 3
+    return target
+
+
+def heads_of(target: torch.nn.Module, variant: str, **fields: object) -> CloverHeads:
+    """With every weight random: those that start as zero or as an identity would hide what is put in a wrong place."""
+    heads = CloverHeads.from_target(target, variant, **fields)
+    for parameter in heads.parameters():
+        parameter.data = 0.2 * torch.randn_like(parameter) + (parameter.ndim == 1)
+    return heads.eval()
+
+
+@torch.no_grad()
+def states_of(target: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """[B, T, d] before the final norm."""
+    captured = []
+    handle = target.model.norm.register_forward_pre_hook(lambda _, args: captured.append(args[0]))
+    target(ids)
+    handle.remove()
+    return captured[0]
+
+
+@pytest.mark.parametrize("sizes", WIDER)
+@torch.no_grad()
+def test_the_target_says_the_same(widen, small, sizes):
+    wide = widen.widen_target(small, widen.Shape(**WIDER[sizes], max_position_embeddings=256))
+    assert widen.Shape.of(wide.config) == widen.Shape(**WIDER[sizes], max_position_embeddings=256)
+    ids = torch.randint(2, 64, (3, 20))
+    its, ours = small(ids).logits, wide(ids).logits
+    torch.testing.assert_close(ours[..., :64], its, rtol=1e-4, atol=1e-4)
+    assert bool((ours[..., 64:].amax(-1) < its.amax(-1)).all())  # an extra id is never chosen
+    assert not states_of(wide, ids)[..., 32:].any()
+    options = dict(max_new_tokens=24, do_sample=False, pad_token_id=1)
+    assert wide.generate(ids, **options).tolist() == small.generate(ids, **options).tolist()
+
+
+@torch.no_grad()
+def test_new_weights_are_ordinary_numbers(widen, small):
+    """Where they may be: a model of zeros would be multiplied as fast, but would not be what a large model is."""
+    wide = widen.widen_target(small, widen.Shape(**WIDER["double"]))
+    for layer in wide.model.layers:
+        for name in ("q_proj", "v_proj"):
+            assert float((getattr(layer.self_attn, name).weight == 0).float().mean()) == 0
+        assert float((layer.mlp.gate_proj.weight == 0).float().mean()) == 0
+    assert len(wide.lm_head.weight[64:].unique(dim=0)) == 64
+
+
+@pytest.mark.parametrize("sizes", WIDER)
+@pytest.mark.parametrize(
+    ("variant", "fields"),
+    [
+        ("clover-2", {}),
+        ("clover", {}),
+        ("medusa", {}),
+        ("clover-2", dict(regressive=False)),
+        ("clover", dict(augmenting_block="attention")),
+    ],
+)
+@torch.no_grad()
+def test_the_heads_say_the_same(widen, small, sizes, variant, fields):
+    heads = heads_of(small, variant, **fields)
+    wide = widen.widen_target(small, widen.Shape(**WIDER[sizes]))
+    wide_heads = widen.widen_heads(heads, wide)
+    ids = torch.randint(2, 64, (2, 12))
+    its = heads(states_of(small, ids)[:, :-1], ids[:, 1:]).head_outputs
+    ours = wide_heads(states_of(wide, ids)[:, :-1], ids[:, 1:]).head_outputs
+    assert float(its.std()) > 0.1
+    torch.testing.assert_close(ours[..., :32], its, rtol=1e-4, atol=1e-4)
+    assert not ours[..., 32:].any()
+    scores = heads.score(its)
+    torch.testing.assert_close(wide_heads.score(ours)[..., :64], scores, rtol=1e-3, atol=1e-3)
+    partial = widen.widen_heads(heads, wide, draft_vocab_size=65)
+    torch.testing.assert_close(partial.score(ours)[..., :64], scores, rtol=1e-3, atol=1e-3)
+    assert partial.score(ours).shape[-1] == 65
+
+
+@pytest.mark.parametrize("variant", ["heads", "clover", "medusa"])
+def test_the_stand_in_drafts_the_same(widen, variant):
+    """As many tokens per forward as before: the trees are the same ones."""
+    target = AutoModelForCausalLM.from_pretrained(STAND_IN / "target", dtype=torch.float32).eval()
+    heads = CloverHeads.from_pretrained(STAND_IN / variant, dtype=torch.float32).eval()
+    sizes = dict(hidden_size=384, num_hidden_layers=13, num_key_value_heads=3, num_attention_heads=6, vocab_size=1500)
+    wide = widen.widen_target(target, widen.Shape.of(target.config, **sizes))
+    wide_heads = widen.widen_heads(heads, wide)
+    ids = AutoTokenizer.from_pretrained(STAND_IN / "target")(next(function_starts()), return_tensors="pt")
+    options = dict(max_new_tokens=20, do_sample=False, num_assistant_tokens=8, return_dict_in_generate=True)
+    its = target.generate(**ids, assistant_model=heads, **options)
+    ours = wide.generate(**ids, assistant_model=wide_heads, **options)
+    assert ours.sequences.tolist() == its.sequences.tolist()
+    assert ours.speculation.target_forwards == its.speculation.target_forwards
+    assert ours.speculation.tokens_per_forward > 1.2
+
+
+def test_what_cannot_be_widened_is_refused(widen, small):
+    def shape(**changes: int) -> object:
+        return widen.Shape.of(small.config, **changes)
+
+    for changes, message in (
+        (dict(num_hidden_layers=1), "fewer layers"),
+        (dict(hidden_size=24), "`hidden_size=24` of the shape is less than 32"),
+        (dict(head_dim=12), "`head_dim=12` of the shape must be a multiple of 8"),
+        (dict(num_key_value_heads=4), "at least 2 key heads, each with at least 2 query heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            widen.widen_target(small, shape(**changes))
+    wide = widen.widen_target(small, shape(hidden_size=36))
+    with pytest.raises(ValueError, match="does not divide into gates of 8"):
+        widen.widen_heads(heads_of(small, "clover-2"), wide)
+    with pytest.raises(ValueError, match="`draft_vocab_size=63` leaves out some of the 64 real ids"):
+        widen.widen_heads(heads_of(small, "clover-2"), widen.widen_target(small, shape()), draft_vocab_size=63)
+    with pytest.raises(ValueError, match="have a draft vocabulary"):
+        widen.widen_heads(heads_of(small, "clover-2", draft_vocab_size=40), widen.widen_target(small, shape()))
+    with pytest.raises(ValueError, match="an MLP as the decoder"):
+        widen.widen_heads(heads_of(small, "clover-2", decoder="mlp"), widen.widen_target(small, shape()))
+    small.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match="no Llama without biases and with an lm_head of its own"):
+        widen.widen_target(small, shape())
