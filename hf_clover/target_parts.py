@@ -61,7 +61,11 @@ def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | No
     """The target's text decoder, its list of layers and its final norm (None where there is none)."""
     depth = target.config.get_text_config(decoder=True).num_hidden_layers
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
-    for module in decoder.modules():
+    if not list(decoder.children()):  # ModernBERT's `decoder` is its output layer
+        decoder = target.base_model
+    for name, module in decoder.named_modules():
+        if "vision" in name or "audio" in name:  # a tower may be as deep as the text decoder
+            continue
         children = dict(module.named_children())
         lists = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) == depth]
         if lists:

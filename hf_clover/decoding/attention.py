@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -53,8 +53,13 @@ AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
+never_packed: WeakSet[PreTrainedModel] = WeakSet()  # targets that do more with their mask than attend by it
+
+
 def shared_heads(target: PreTrainedModel) -> int:
     """How many query heads share a key head where `packed_attention` is used for this target, else 1."""
+    if target in never_packed:
+        return 1
     config = target.config.get_text_config(decoder=True)
     heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     is_counted = isinstance(heads, int) and isinstance(keys, int)

@@ -58,6 +58,10 @@ class FixedBudget:
     nodes: int
     has_fixed_reach = True
 
+    @property
+    def most_nodes(self) -> int:
+        return self.nodes
+
     def ask(self, rows: int, context: int) -> int:
         return self.nodes
 
@@ -174,6 +178,10 @@ class AutomaticBudget:
         self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
         self.chosen: deque[int] = deque(maxlen=8)
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
+
+    @property
+    def most_nodes(self) -> int:
+        return self.sizes[-1]
 
     def ask(self, rows: int, context: int) -> int:
         costs = self._look_up(rows, context)

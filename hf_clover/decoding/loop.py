@@ -58,7 +58,7 @@ def speculate(
     mode, picking = _habits(generation_config)
     budget = make_budget(num_assistant_tokens, is_ceiling, target, heads, mode, picking, room)
     stats = Speculation()
-    run = TargetRun(target, generation_config, model_kwargs)
+    run = TargetRun(target, generation_config, model_kwargs, widest=budget.most_nodes + 1)
     known = run.adopt(their_cache)  # columns of an earlier turn
     keeps_cache = generation_config.return_dict_in_generate or _is_the_users(their_cache)
     may_drop_rows = not keeps_cache and not text.in_lockstep

@@ -16,9 +16,9 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .attention import TREE_ATTENTION
+from .attention import TREE_ATTENTION, never_packed, shared_heads
 from .tree import Tree
-from .verify import TargetRun, capture_before_final_norm
+from .verify import TargetRun, capture_before_final_norm, takes_positions
 from .walk import Text
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -50,6 +50,9 @@ def choose_route(
         return Route("plain", f"a tree cannot be kept in a {generation_config.cache_implementation} cache")
     if cache is not None and type(cache) not in (DynamicCache, StaticCache):
         return Route("plain", f"a tree cannot be kept in a `{type(cache).__name__}`")
+    reason = _why_only_one_by_one(target, text, model_kwargs)
+    if reason is not None:
+        return Route("plain", reason)
     reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route("tree")
@@ -65,15 +68,20 @@ _measured: WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = WeakKey
 def _why_no_tree(target: PreTrainedModel) -> str | None:
     """None where a tree is verified exactly."""
     config = target.config.get_text_config(decoder=True)
-    if target._is_stateful or any(not isinstance(layer, CacheLayerMixin) for layer in _cache_layers(config)):
+    # A layer that uses another's keys and values, or has no attention, has a dummy.
+    layers = [layer for layer in _cache_layers(config) if type(layer).__name__ != "DummyLayer"]
+    if target._is_stateful or any(not isinstance(layer, CacheLayerMixin) for layer in layers):
         return "it keeps a recurrent or convolution state, which cannot branch"
-    others = {type(layer).__name__ for layer in _cache_layers(config)} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
+    others = {type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
     if others:
         return f"its layers keep more than keys and values ({', '.join(sorted(others))})"
     kinds = set(getattr(config, "layer_types", None) or ()) - set(TREE_LAYERS)
     if kinds:
         return f"it has layers of type {', '.join(sorted(kinds))}"
-    if "position_ids" not in inspect.signature(target.forward).parameters:
+    parameters = inspect.signature(target.forward).parameters
+    if "past_key_values" not in parameters:
+        return "its forward takes no `past_key_values`"
+    if "position_ids" not in parameters:
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
@@ -85,6 +93,9 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     if key not in known:
         try:
             known[key] = _measure(target)
+            if known[key] is not None and shared_heads(target) > 1:
+                never_packed.add(target)
+                known[key] = _measure(target)
         except _NotANumberError:
             return None  # the walk will say so, and the next call measures again
     return known[key]
@@ -96,6 +107,23 @@ def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
     limit = getattr(config, "floor_scale", None) if getattr(config, "attn_temperature_tuning", False) else None
     if limit is not None and length + LARGEST_TREE >= limit:
         return f"its attention temperature counts cache slots as positions from {limit} tokens on"
+    return None
+
+
+def _why_only_one_by_one(target: PreTrainedModel, text: Text, model_kwargs: dict[str, Any]) -> str | None:
+    """Some rotary embeddings change, for all tokens of a forward, as the text grows past a length."""
+    config = target.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    start, embeds = text.input_ids[0].shape[1], model_kwargs.get("inputs_embeds")
+    end = text.max_length
+    if start == 0 and embeds is not None:  # then `max_length` does not count the prompt
+        start, end = embeds.shape[1], end + embeds.shape[1]
+    for one in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:
+        kind = one.get("rope_type") or "default"
+        if "dynamic" in kind and end > config.max_position_embeddings:
+            return f"its {kind} rotary embedding changes with every token beyond {config.max_position_embeddings}"
+        if kind == "longrope" and start <= (limit := one["original_max_position_embeddings"]) < end:
+            return f"its {kind} rotary embedding changes where the text grows past {limit} tokens"
     return None
 
 
@@ -143,11 +171,20 @@ def _tree_error(target: PreTrainedModel) -> float:
     tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
 
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+    # One step of plain generate, padding and cache included, is what the first tree's roots must be.
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(input_ids=prompt, past_key_values=cache, **kwargs)
+    step = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "position_ids": positions[:, -1:] + 1}
+    roots = torch.tensor(tokens, device=device)[:, :1]
+    stepped = target(input_ids=roots, past_key_values=cache, use_cache=True, **step).logits[:, -1]  # [2, V]
+
     run, errors = TargetRun(target, GenerationConfig(), kwargs), []
     with run.open():
         run.prefill(prompt)
-        for _ in range(2):  # the second tree stands on what was kept of the first
+        for turn in range(2):  # the second tree stands on what was kept of the first
             logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
+            if turn == 0:
+                errors += [_distance(logits[row, 0], stepped[row]) for row in range(2)]
             for row, text in enumerate(prompts):
                 for node in range(len(_TREE_PARENTS)):
                     path = _path_to(node)
@@ -174,7 +211,14 @@ class _NotANumberError(Exception):
 
 def _error(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> float:
     """How far `logits` [V] are from plain ones for the same text, against how far those spread."""
-    plain = target(input_ids=torch.tensor([text], device=target.device), use_cache=False).logits[0, -1].float()
+    inputs = {"input_ids": torch.tensor([text], device=target.device)}
+    if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
+        inputs["position_ids"] = torch.arange(len(text), device=target.device)[None]
+    return _distance(logits, target(**inputs, use_cache=False).logits[0, -1])
+
+
+def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
+    plain = plain.float()
     if bool(plain.isnan().any()):
         raise _NotANumberError
     return float((logits.float().to(plain.device) - plain).pow(2).mean().sqrt() / plain.std().clamp(min=1e-12))

@@ -104,7 +104,10 @@ class TargetRun:
         self._load(self._theirs)
         kwargs = {**self.model_kwargs, "past_key_values": self.cache}
         self._captured.clear()
+        known = self.cache.get_seq_length()
         outputs = self.target._prefill(input_ids, self.generation_config, kwargs)
+        if self.cache.get_seq_length() == known:  # Phi-3 starts a cache of its own for a prompt beyond some length
+            self._load(outputs.past_key_values)
         self.cache.finish_filling(batch)
         self.hidden = self._take_hidden()
         positions = kwargs["position_ids"]
@@ -266,26 +269,30 @@ def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tens
     decoder, _, norm = find_decoder(target)
     thread = threading.get_ident()
 
-    def take(hidden: torch.Tensor) -> None:
+    before_last_norm: list[torch.Tensor] = []  # some decoders use their final norm on the embeddings too
+
+    def before_norm(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else next(iter(kwargs.values()))
         if torch.compiler.is_compiling():
             note_hidden(hidden)
         elif threading.get_ident() == thread:
-            captured.append(hidden)
-
-    def before_norm(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        take(args[0] if args else next(iter(kwargs.values())))
+            before_last_norm[:] = [hidden]
 
     def after_decoder(_: nn.Module, __: tuple, output: Any) -> None:
-        take(output[0])
+        if torch.compiler.is_compiling():
+            if norm is None:
+                note_hidden(output[0])
+        elif threading.get_ident() == thread:
+            captured.append(before_last_norm.pop() if before_last_norm else output[0])
 
+    handles = [decoder.register_forward_hook(after_decoder)]
     if norm is not None:
-        handle = norm.register_forward_pre_hook(before_norm, with_kwargs=True)
-    else:
-        handle = decoder.register_forward_hook(after_decoder)
+        handles.append(norm.register_forward_pre_hook(before_norm, with_kwargs=True))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def takes_positions(target: PreTrainedModel) -> bool:

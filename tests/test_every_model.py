@@ -1,0 +1,73 @@
+"""Every type of causal language model in transformers is decoded as `examples/compatibility/README.md` says."""
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "compatibility"))
+
+import walk
+
+from hf_clover.decoding import support
+from hf_clover.decoding.tree import Tree
+
+VERSION, ROWS = walk.read_table()
+HOW_TO = "if that is right, `python examples/compatibility/walk.py` writes the table anew"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_row(model_type):
+    row = walk.examine(model_type)
+    assert row.result != walk.WRONG, row.reason
+    if transformers.__version__ == VERSION:  # another may have other types, and decode them in other ways
+        assert row == ROWS[model_type], HOW_TO
+
+
+@pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
+def test_table_has_all_types():
+    assert set(ROWS) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), HOW_TO
+
+
+def test_most_types_are_exact_with_a_tree():
+    results = [row.result for row in ROWS.values()]
+    assert results.count(walk.TREE) >= 60
+    assert walk.WRONG not in results
+    assert all(row.reason for row in ROWS.values() if row.result != walk.TREE)
+
+
+def every_earlier_node(self: Tree) -> torch.Tensor:
+    return torch.ones(self.size, self.size, dtype=torch.bool).tril().expand(len(self.tokens), -1, -1)
+
+
+@pytest.fixture
+def no_trial(monkeypatch):
+    """A trial tree would notice, and fall back."""
+    monkeypatch.setattr(support, "_why_no_tree", lambda target: None)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3n_text"])
+def test_the_walk_notices_a_wrong_mask(model_type, no_trial, monkeypatch):
+    monkeypatch.setattr(Tree, "ancestors", every_earlier_node)
+    assert walk.examine(model_type).result == walk.WRONG
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neo", "bloom"])
+def test_the_walk_notices_a_target_that_cannot_verify_a_tree(model_type, no_trial):
+    assert ROWS[model_type].result == walk.CHAIN
+    assert walk.examine(model_type).result == walk.WRONG
+
+
+@pytest.mark.parametrize(("model_type", "result"), [("llama", walk.TREE), ("lfm2", walk.CHAIN)])
+def test_the_walk_notices_drafts_that_are_not_accepted(model_type, result, monkeypatch):
+    assert ROWS[model_type].result == result
+    for name in ("planted", "planted_chains"):
+        monkeypatch.setattr(walk, name, lambda *_: contextlib.nullcontext())
+    row = walk.examine(model_type)
+    assert row.result == walk.WRONG
+    assert row.reason.endswith("right drafts were not accepted")
