@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "compatibility"))
 
+import small_configs
 import walk
 
 from hf_clover.decoding import support
@@ -39,6 +40,32 @@ def test_most_types_are_exact_with_a_tree():
     assert results.count(walk.TREE) >= 60
     assert walk.WRONG not in results
     assert all(row.reason for row in ROWS.values() if row.result != walk.TREE)
+
+
+LONG = dict(short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0], factor=6.4)
+LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=20, **LONG)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "result", "longer"),
+    [
+        ("llama", dict(rope_parameters=DYNAMIC, max_position_embeddings=20), walk.PLAIN, 0),
+        ("llama", dict(rope_parameters=DYNAMIC, max_position_embeddings=100), walk.TREE, 0),
+        ("llama", dict(rope_parameters=LONGROPE), walk.PLAIN, 0),
+        ("llama", dict(rope_parameters=LONGROPE), walk.TREE, 20),
+        ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=20), walk.PLAIN, 0),
+        ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=20), walk.TREE, 20),
+        ("phi3", dict(original_max_position_embeddings=20), walk.PLAIN, 0),
+    ],
+)
+def test_lengths_at_which_positions_change(model_type, fields, result, longer, monkeypatch):
+    """A text that grows past such a length is continued one token at a time; beyond it, and below, trees are exact."""
+    monkeypatch.setitem(small_configs.OVERRIDES, model_type, fields)
+    for name in ("ALONE", "SHORT", "PADDED"):
+        monkeypatch.setattr(walk, name, tuple(length + longer for length in getattr(walk, name)))
+    row = walk.examine(model_type)
+    assert row.result == result, row.reason
 
 
 def every_earlier_node(self: Tree) -> torch.Tensor:

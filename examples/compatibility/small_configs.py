@@ -62,6 +62,7 @@ QSA = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=8, indexer_bu
 DOTS3_WINDOWS = dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, head_dim=16)
 DOTS3_WINDOWS |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 DOTS3 = dict(per_layer_config={1: DOTS3_WINDOWS})
+RESTART = dict(original_max_position_embeddings=2)  # a longer prompt gets another cache, a text that grows past it too
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 
 # Types that need what is not here, whatever their configuration.
@@ -95,8 +96,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": dict(head_dim=16),
     "ministral": dict(head_dim=8),
     "nemotron": dict(num_key_value_heads=2),
-    # Beyond this length its plain generate forgets the text (transformers 5.23 drops the cache, and only that).
-    "phi4_multimodal": dict(original_max_position_embeddings=128),
+    "phi3": RESTART,
+    "phi4_multimodal": RESTART,
     "qwen4_exp": dict(text_config=QSA),
     "qwen4_exp_text": QSA,
     "reformer": dict(axial_pos_embds=False, attn_layers=["local", "lsh", "local"], hash_seed=0),
