@@ -227,14 +227,13 @@ def test_a_ceiling_holds():
 
 def test_the_line_through_costs():
     costs = Costs()
-    costs.plain.add(9.0)
     costs.forwards.extend([(4, 14.0), (8, 18.0), (16, 26.0)] * 8 + [(8, 500.0)])
-    start, slope = costs.line()
+    start, slope = costs.line(costs.forwards, 9.0)
     assert start == pytest.approx(10.0, abs=0.2)
     assert slope == pytest.approx(1.0, abs=0.02)
     costs.forwards.clear()
     costs.forwards.extend([(10, 19.0)] * 5)
-    start, slope = costs.line()
+    start, slope = costs.line(costs.forwards, 9.0)
     assert (start, slope) == (pytest.approx(9.0), pytest.approx(1.0)), "of one size: from the plain step"
 
 

@@ -27,9 +27,10 @@ MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not 
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
 START = 24  # nodes of the first trees, shared by the rows
 LEARNING = 6  # trees that are looked at before drafting may rest
-SHORTEST_REST, LONGEST_REST = 8, 512  # steps
+SHORTEST_REST, LONGEST_REST = 8, 128  # steps
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing
 PLAIN_EVERY = 64  # steps, where it does
+NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 
 
@@ -91,21 +92,21 @@ class Recent:
 
 @dataclass
 class Costs:
-    """Seconds of a plain step, of a draft, and of a forward over a tree: a line through what was seen lately."""
+    """Seconds of a plain step, and of drafts and of forwards over trees: lines through what was seen lately."""
 
     plain: Recent = field(default_factory=Recent)
-    draft: Recent = field(default_factory=Recent)
-    forwards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
+    drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
+    forwards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # likewise
     advantage: float = 1.25  # of drafting over plain steps, lately; heads get a few steps to show theirs
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
+    resting: int = 0  # steps that are left of a pause
 
-    def line(self) -> tuple[float, float]:
-        """Seconds of a forward, and of every further node in it, by least squares. Outliers are left out, and the
-        plain step counts a little, which decides where all trees were of one size."""
-        limit = 4 * statistics.median(seconds for _, seconds in self.forwards)
-        points = [(nodes, seconds, 1.0) for nodes, seconds in self.forwards if seconds <= limit]
-        if self.plain.value is not None:
-            points.append((0, self.plain.value, 0.5))
+    def line(self, seen: Sequence[tuple[int, float]], at_none: float) -> tuple[float, float]:
+        """The seconds where there are no nodes, and of every further node, by least squares. Outliers are left out,
+        and `at_none`, what the first should be, counts a little, which decides where all trees were of one size."""
+        limit = 4 * statistics.median(seconds for _, seconds in seen)
+        points = [(nodes, seconds, 1.0) for nodes, seconds in seen if seconds <= limit]
+        points.append((0, at_none, 0.5))
         weight = sum(w for _, _, w in points)
         x = sum(n * w for n, _, w in points) / weight
         y = sum(s * w for _, s, w in points) / weight
@@ -115,9 +116,9 @@ class Costs:
         return y - slope * x, slope
 
     def copy(self) -> "Costs":
-        new = Costs(advantage=self.advantage, rest=self.rest)
+        new = Costs(advantage=self.advantage, rest=self.rest, resting=self.resting)
         new.plain.values.extend(self.plain.values)
-        new.draft.values.extend(self.draft.values)
+        new.drafts.extend(self.drafts)
         new.forwards.extend(self.forwards)
         return new
 
@@ -172,11 +173,11 @@ class AutomaticBudget:
         self.acceptance = experience.acceptance.setdefault(picking, Acceptance())
         self.costs: Costs | None = None
         self.key: Hashable = None
-        self.resting = 0  # steps
         self.drafts = self.since_plain = 0
         self.reach = self.sizes[-1]  # nodes drafted, of which the best are taken
         self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
         self.chosen: deque[int] = deque(maxlen=8)
+        self.drafted = 0  # nodes, in this step
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
 
     @property
@@ -185,8 +186,8 @@ class AutomaticBudget:
 
     def ask(self, rows: int, context: int) -> int:
         costs = self._look_up(rows, context)
-        if self.resting or costs.plain.value is None or self._must_compare(costs):
-            self.resting = max(self.resting - 1, 0)
+        if costs.resting or costs.plain.value is None or self._must_compare(costs):
+            costs.resting = max(costs.resting - 1, 0)
             return 0
         if self.has_fixed_reach:
             return self.sizes[-1]
@@ -196,7 +197,7 @@ class AutomaticBudget:
 
     def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
         """`rows`: those that are unfinished."""
-        self.log_probs = None
+        self.drafted, self.log_probs = tree.size - 1, None
         if tree.size == 1:
             return tree
         log_probs = tree.log_probs[:, 1:].cpu()[list(rows)]  # [rows, N]; the one wait for the draft
@@ -217,19 +218,35 @@ class AutomaticBudget:
         else:
             self.costs.forwards.append((nodes, forward_seconds))
             self.acceptance.learn(self.log_probs, paths)
-        if self.log_probs is not None:
-            self.costs.draft.add(draft_seconds)
+        if self.drafted:
+            self.costs.drafts.append((self.drafted, draft_seconds))
 
     def _look_up(self, rows: int, context: int) -> Costs:
         key = (self.mode, rows, context.bit_length())
         if key != self.key:
             known = self.experience.costs
-            if key not in known:  # begin with what is known of the text length next to it
-                others = [other for other in known if other[:2] == key[:2]]
-                nearest = min(others, key=lambda other: abs(other[2] - key[2]), default=None)
-                known[key] = Costs() if nearest is None else known[nearest].copy()
+            if key not in known:
+                known[key] = self._begin_with_the_nearest(key)
             self.key, self.costs = key, known[key]
         return self.costs
+
+    def _begin_with_the_nearest(self, key: tuple) -> Costs:
+        """What is known of another length of text, or of another number of rows, until more is known."""
+        others = [other for other in self.experience.costs if other[0] == key[0]]
+
+        def distance(other: tuple) -> tuple[int, int]:
+            return abs(other[1] - key[1]), abs(other[2] - key[2])
+
+        nearest = min(others, key=distance, default=None)
+        if nearest is None:
+            return Costs()
+        costs = self.experience.costs[nearest].copy()
+        if nearest[1] != key[1]:  # a plain step is soon measured; drafting is worth about what it was
+            costs.plain = Recent()
+            for seen in (costs.forwards, costs.drafts):
+                while len(seen) > 4:
+                    seen.popleft()
+        return costs
 
     def _must_compare(self, costs: Costs) -> bool:
         return self.since_plain >= PLAIN_EVERY and costs.advantage < SURE
@@ -247,12 +264,13 @@ class AutomaticBudget:
         if len(costs.forwards) < 2:  # two sizes make a line
             return min(self._snapped(max(START // rows >> len(costs.forwards), 1)), sizes[-1])
         gains = self.acceptance.expected(log_probs).sum(0).cumsum(0).tolist()  # [N] tokens beyond the rows' own
-        start, slope = costs.line()
-        plain, draft = min(costs.plain.value, start), costs.draft.value or 0.0
-        seconds = [draft + (start + slope * size if size else plain) for size in sizes]
+        start, slope = costs.line(costs.forwards, costs.plain.value)
+        draft, more = costs.line(costs.drafts, statistics.median(seconds for _, seconds in costs.drafts))
+        plain = min(costs.plain.value, start)
+        seconds = [draft + more * size + (start + slope * size if size else plain) for size in sizes]
         tokens = [rows + (gains[size - 1] if size else 0.0) for size in sizes]
         rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
-        place = max(range(len(sizes)), key=rates.__getitem__)
+        place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * max(rates))
         self._rest_or_go_on(costs, rates[place] * plain / rows)
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
@@ -262,12 +280,15 @@ class AutomaticBudget:
         return sizes[place]
 
     def _rest_or_go_on(self, costs: Costs, advantage: float) -> None:
-        weight = 0.2 if costs.rest == SHORTEST_REST else 0.5  # after a rest a single draft has to tell
+        if self.acceptance.trees <= LEARNING:
+            weight = 0.2
+        else:  # one hard place is no reason to rest; after a rest, though, a single draft has to tell
+            weight = 0.05 if costs.rest == SHORTEST_REST else 0.3
         costs.advantage = (1 - weight) * costs.advantage + weight * advantage
         if costs.advantage >= 1:
             costs.rest = SHORTEST_REST
         elif self.acceptance.trees > LEARNING:
-            self.resting = costs.rest
+            costs.resting = costs.rest
             if advantage < 1:
                 costs.rest = min(2 * costs.rest, LONGEST_REST)
 

@@ -82,18 +82,18 @@ def speculate(
             unfinished = text.unfinished
             with _clock(stats, "draft_seconds") as drafting:
                 tree = _draft(drafter, budget, text, max(run.cache.lengths))
-            with _clock(stats, "verify_seconds") as verifying:
+            with _clock(stats, "verify_seconds"):
                 logits = run.verify(tree)  # [B, n, V]
-            with _clock(stats, "walk_seconds") as walking:
+            with _clock(stats, "walk_seconds"):
                 before = text.emitted
                 paths = walk(tree, logits, text)  # per live row the walked nodes
                 start = run.next_position
                 run.commit(paths)
             walked = [paths[row] for row in unfinished]
-            budget.learn(tree, walked, drafting.seconds, verifying.seconds + walking.seconds)
             stats.count(tree.size, walked, text.emitted - before)
             if not text.done or keeps_cache:
                 _take_in_walk(drafter, run, text, paths, start)
+            budget.learn(tree, walked, drafting.seconds, time.perf_counter() - drafting.ended)
             if may_drop_rows and not text.done:
                 _drop_finished(drafter, run, text)
 
@@ -212,11 +212,13 @@ def _finished_cache(run: TargetRun, text: Text, sequences: torch.Tensor, theirs:
 @dataclass
 class _Clock:
     seconds: float = 0.0
+    ended: float = 0.0
 
 
 @contextmanager
 def _clock(stats: Speculation, name: str) -> Iterator[_Clock]:
     clock, started = _Clock(), time.perf_counter()
     yield clock
-    clock.seconds = time.perf_counter() - started
+    clock.ended = time.perf_counter()
+    clock.seconds = clock.ended - started
     setattr(stats, name, getattr(stats, name) + clock.seconds)
