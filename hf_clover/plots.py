@@ -348,6 +348,8 @@ def _draw_lines(drawn: _Drawn, panel: Mapping[str, Any], looks: Mapping[str, tup
     axes.margins(x=0.03)
     if 0 <= axes.dataLim.y0 < axes.dataLim.y1 / 3:
         axes.set_ylim(bottom=0)  # nothing is hidden by beginning elsewhere
+    if axes.dataLim.y1 >= 10_000:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     axes.set_xlabel(textwrap.fill(panel.get("xlabel", ""), 60))
     axes.set_ylabel(textwrap.fill(panel.get("ylabel", ""), 34))
     scale = panel.get("xscale", "linear")
@@ -356,7 +358,7 @@ def _draw_lines(drawn: _Drawn, panel: Mapping[str, Any], looks: Mapping[str, tup
         axes.xaxis.set_minor_locator(NullLocator())
     if scale != "linear" or len(places) <= 4:
         axes.set_xticks(sorted(places))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     elif all(float(x).is_integer() for x in places):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
