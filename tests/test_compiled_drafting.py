@@ -7,6 +7,7 @@ import pytest
 import torch
 from fitting import fit
 from test_static import Graphs, graphs  # noqa: F401  (a fixture)
+from transformers import StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
@@ -100,6 +101,22 @@ def test_in_generate(target, shape, graphs):  # noqa: F811
         assert out.speculation.tree_sizes == eager.speculation.tree_sizes
         counts.append(graphs.count)
     assert 2 <= counts[0] == counts[1] <= 3, "the heads' graph, and the target's one or two"
+
+
+def test_a_second_turn(target, graphs):  # noqa: F811
+    """On a static cache of the user's, and after another call has borrowed the heads' own."""
+    heads = fit(CloverHeads.from_target(target), target)
+    ids = torch.tensor([[1, 4, 2, 5, 3]])
+    common = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20}
+    drafting = {"assistant_model": heads, "return_dict_in_generate": True, "compile_config": graphs.config}
+    cache = StaticCache(config=target.config, max_cache_len=128)
+    first = target.generate(ids, **common, **drafting, past_key_values=cache)
+    target.generate(ids.flip(1), **common, **drafting, cache_implementation="static")
+    longer = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
+    second = target.generate(longer, **common, **drafting, past_key_values=cache)
+    assert torch.equal(second.sequences, target.generate(longer, **common))
+    assert first.speculation.accepted_tokens > 0
+    assert second.speculation.accepted_tokens > 0
 
 
 @pytest.mark.automatic

@@ -82,6 +82,21 @@ def test_a_table_is_made_once_and_again_after_training(target):
     assert token_tables._tables[heads][1] is not second is not first
 
 
+@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}])
+def test_every_kind_of_optimizer_is_noticed(target, how):
+    """A fused one changes weights without a new version."""
+    heads = lively_heads(target, "clover-2", {})
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4, **how)
+    for _ in range(3):
+        stepper(heads)
+        loss = sum(parameter.square().sum() for parameter in heads.parameters())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            assert_same(stepper(heads), heads.step, heads)
+
+
 def test_a_table_larger_than_the_heads_is_not_made():
     target = build("llama", vocab_size=4096)
     heads = lively_heads(target, "clover-2", {})

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import torch
 from transformers import CompileConfig
+from transformers.cache_utils import Cache
 
 from ..modeling_clover import CloverHeads
 from .compiled import StaticTreeCache, compiled_function, lent_cache
@@ -52,6 +53,9 @@ class CompiledDrafter(CloverCandidateGenerator):
         super().__init__(heads, prompt_mask, block)
         self.cache, self.compile_config = cache, config
         self.width = self.config.draft_depth + 1  # what a walk settles at most
+
+    def remember(self, cache: Cache, columns: int) -> None:
+        """Not from turn to turn: the heads' own cache is lent for one call."""
 
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None) -> Tree:

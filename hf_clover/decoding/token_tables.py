@@ -37,13 +37,23 @@ def stepper(heads: CloverHeads) -> Step:
     if size > sum(parameter.numel() for parameter in heads.parameters()):
         return heads.step
     used = [heads.borrowed.embedding, *heads.decoder.parameters(), *(heads.fc.parameters() if has_fc else ())]
-    version = tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in used)
+    version = (*((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in used), *_norms(used))
     kept = _tables.get(heads)
     if kept is None or kept[0] != version:
         kept = version, TokenTables.of(heads)
         _tables[heads] = kept
     tables = kept[1]
     return lambda level, state, tokens: tables.step(heads, level, state, tokens)
+
+
+@torch.no_grad()
+def _norms(tensors: list[torch.Tensor]) -> list[float]:
+    """Fused optimizers change a weight without a new version, and a step of training changes its norm."""
+    norms = [
+        torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32))
+        for tensor in tensors
+    ]
+    return torch.stack([norm.to(norms[0]) for norm in norms]).tolist()
 
 
 def _is_watched(module: nn.Module) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+NODES = 24  # of a tree, where the heads' own `generation_config` leaves the number open
 OPEN, CLOSE = "⟦", "⟧"  # around drafted tokens that the target accepted
 
 
@@ -33,7 +34,8 @@ class AcceptanceCallback(TrainerCallback):
     """
     A [`~transformers.TrainerCallback`] that measures what heads are for: it generates from a few prompts, with the
     heads and without, and logs `eval_tokens_per_forward`, `eval_speedup` and `eval_efficiency` (the second over the
-    first). It shows one of the samples, the accepted tokens in ⟦brackets⟧.
+    first). It shows one of the samples, the accepted tokens in ⟦brackets⟧. Every tree has as many nodes as the heads'
+    `generation_config` says, or 24, so that the first number depends on the heads and not on the machine.
 
     The three numbers are also among the evaluation's metrics, so that transformers keeps the best checkpoint by them:
     `metric_for_best_model="tokens_per_forward"` with `load_best_model_at_end=True`.
@@ -147,6 +149,8 @@ class AcceptanceCallback(TrainerCallback):
     def _generate(self, prompt: list[int], heads: Any, max_new_tokens: int) -> dict[str, Any]:
         target = unwrap(self.trainer.teacher.model).eval()
         input_ids = torch.tensor([prompt], device=self.trainer.accelerator.device)
+        # The automatic number of nodes follows the machine's speed; this figure is to follow the heads.
+        nodes = None if heads is None else heads.generation_config.num_assistant_tokens or NODES
         record = StepRecord()
         out = record.generate(
             target,
@@ -155,6 +159,7 @@ class AcceptanceCallback(TrainerCallback):
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
+            **({} if nodes is None else {"num_assistant_tokens": nodes}),
             pad_token_id=self.trainer.processing_class.pad_token_id,
         )
         return {"out": out, "seconds": record.seconds, "new_tokens": len(record.tokens), "steps": record.steps}
