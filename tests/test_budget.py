@@ -29,6 +29,7 @@ from hf_clover.decoding.budget import (
     FixedBudget,
     Recent,
     check_nodes,
+    line_through,
     make_budget,
 )
 from hf_clover.decoding.tree import Tree, root_only
@@ -228,12 +229,12 @@ def test_a_ceiling_holds():
 def test_the_line_through_costs():
     costs = Costs()
     costs.forwards.extend([(4, 14.0), (8, 18.0), (16, 26.0)] * 8 + [(8, 500.0)])
-    start, slope = costs.line(costs.forwards, 9.0)
+    start, slope = line_through(costs.forwards, 9.0)
     assert start == pytest.approx(10.0, abs=0.2)
     assert slope == pytest.approx(1.0, abs=0.02)
     costs.forwards.clear()
     costs.forwards.extend([(10, 19.0)] * 5)
-    start, slope = costs.line(costs.forwards, 9.0)
+    start, slope = line_through(costs.forwards, 9.0)
     assert (start, slope) == (pytest.approx(9.0), pytest.approx(1.0)), "of one size: from the plain step"
 
 

@@ -10,6 +10,7 @@ promises less than plain steps give, it rests, twice as long each time, and the 
 Shapes: B rows, N draft nodes.
 """
 
+import copy
 import statistics
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -101,26 +102,21 @@ class Costs:
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
     resting: int = 0  # steps that are left of a pause
 
-    def line(self, seen: Sequence[tuple[int, float]], at_none: float) -> tuple[float, float]:
-        """The seconds where there are no nodes, and of every further node, by least squares. Outliers are left out,
-        and `at_none`, what the first should be, counts a little, which decides where all trees were of one size."""
-        limit = 4 * statistics.median(seconds for _, seconds in seen)
-        points = [(nodes, seconds, 1.0) for nodes, seconds in seen if seconds <= limit]
-        points.append((0, at_none, 0.5))
-        weight = sum(w for _, _, w in points)
-        x = sum(n * w for n, _, w in points) / weight
-        y = sum(s * w for _, s, w in points) / weight
-        spread = sum(w * (n - x) ** 2 for n, _, w in points)
-        slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else 0.0
-        slope = max(slope, 0.0)
-        return y - slope * x, slope
 
-    def copy(self) -> "Costs":
-        new = Costs(advantage=self.advantage, rest=self.rest, resting=self.resting)
-        new.plain.values.extend(self.plain.values)
-        new.drafts.extend(self.drafts)
-        new.forwards.extend(self.forwards)
-        return new
+def line_through(seen: Sequence[tuple[int, float]], at_none: float | None = None) -> tuple[float, float]:
+    """The seconds where there are no nodes, and of every further node, by least squares. Outliers are left out, and
+    `at_none`, what the first should be (the median if it is not known), counts a little, which decides where all
+    trees were of one size."""
+    middle = statistics.median(seconds for _, seconds in seen)
+    points = [(nodes, seconds, 1.0) for nodes, seconds in seen if seconds <= 4 * middle]
+    points.append((0, middle if at_none is None else at_none, 0.5))
+    weight = sum(w for _, _, w in points)
+    x = sum(n * w for n, _, w in points) / weight
+    y = sum(s * w for _, s, w in points) / weight
+    spread = sum(w * (n - x) ** 2 for n, _, w in points)
+    slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else 0.0
+    slope = max(slope, 0.0)
+    return y - slope * x, slope
 
 
 class Acceptance:
@@ -240,7 +236,7 @@ class AutomaticBudget:
         nearest = min(others, key=distance, default=None)
         if nearest is None:
             return Costs()
-        costs = self.experience.costs[nearest].copy()
+        costs = copy.deepcopy(self.experience.costs[nearest])
         if nearest[1] != key[1]:  # a plain step is soon measured; drafting is worth about what it was
             costs.plain = Recent()
             for seen in (costs.forwards, costs.drafts):
@@ -264,8 +260,8 @@ class AutomaticBudget:
         if len(costs.forwards) < 2:  # two sizes make a line
             return min(self._snapped(max(START // rows >> len(costs.forwards), 1)), sizes[-1])
         gains = self.acceptance.expected(log_probs).sum(0).cumsum(0).tolist()  # [N] tokens beyond the rows' own
-        start, slope = costs.line(costs.forwards, costs.plain.value)
-        draft, more = costs.line(costs.drafts, statistics.median(seconds for _, seconds in costs.drafts))
+        start, slope = line_through(costs.forwards, costs.plain.value)
+        draft, more = line_through(costs.drafts)
         plain = min(costs.plain.value, start)
         seconds = [draft + more * size + (start + slope * size if size else plain) for size in sizes]
         tokens = [rows + (gains[size - 1] if size else 0.0) for size in sizes]
