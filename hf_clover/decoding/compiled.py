@@ -262,7 +262,7 @@ def verify_step(
     visible = visible_columns(ancestors_of(parents, rounds), starts, slots.text.shape[1], slots.text)
     padding = (~slots.text).sum(1, keepdim=True) if CHUNKED in rules.kinds else 0
     masks = {kind: additive(narrowed(visible, starts, depths, kind, rules, padding), dtype) for kind in rules.kinds}
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         _sink = []
     outputs = target(
         input_ids=tokens,

@@ -94,7 +94,7 @@ def grow_global(
     need not be wider than that.
     """
     beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
-    looks = root.device.type == "cpu" and not torch.compiler.is_compiling()
+    looks = root.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # per level: joint, token, parent [B, C]
     joint, tokens = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
     joint, tokens = joint.flatten(1), tokens.flatten(1)  # [B, k]

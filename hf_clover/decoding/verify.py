@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ class TargetRun:
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.widest = widest
         self._theirs: Any = None  # the cache that plain generate would use
-        self._is_static = False
+        self.is_compiled = False
         self._step: Callable = verify_step
         self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
         self._last: torch.Tensor | None = None  # no node stands beyond, as no token of the answer does
@@ -87,7 +88,7 @@ class TargetRun:
     def _starts(self) -> int | torch.Tensor:
         """The rows' lengths, as one number or [B, 1]."""
         slots = self.cache.slots
-        if self._is_static:
+        if self.is_compiled:
             return slots.starts
         return slots.lengths[0] if slots.is_even else slots.starts_on(self._shift.device)
 
@@ -116,7 +117,7 @@ class TargetRun:
         if limit is not None:
             # The answer's last token is never fed back, so positions end one before it.
             self._last = following.max() + max(limit - input_ids.shape[1] - 2, 0)
-        elif self._is_static:
+        elif self.is_compiled:
             self._last = following.max() + self.cache.capacity
         return outputs.logits[:, -1:]
 
@@ -127,7 +128,7 @@ class TargetRun:
         tree = tree.to(self.target.device)
         self._captured.clear()
         with self.cache.staged(tree.size):
-            logits, hidden = self._verify_static(tree) if self._is_static else self._verify_growing(tree)
+            logits, hidden = self._verify_static(tree) if self.is_compiled else self._verify_growing(tree)
         self.hidden = self._take_hidden() if hidden is None else hidden
         return logits
 
@@ -148,19 +149,19 @@ class TargetRun:
 
     def _verify_static(self, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
         size = tree.size
-        is_compiled = size <= self.widest
-        width = min(count for count in (*NODE_COUNTS, self.widest) if count >= size) if is_compiled else size
+        fits = size <= self.widest
+        width = min(count for count in (*NODE_COUNTS, self.widest) if count >= size) if fits else size
         tokens, parents, depths = (
             torch.nn.functional.pad(values, (0, width - size)).clone(memory_format=torch.contiguous_format)
             for values in (tree.tokens, tree.parents, tree.depths)
         )  # [B, width] each; a node too many stands beside the root's children and is not looked at
-        logits, hidden = (self._step if is_compiled else verify_step)(
+        logits, hidden = (self._step if fits else verify_step)(
             *(self.target, self.cache, self.rules, self._mask_dtype()),
             max(self.widest, SPARE_SLOTS).bit_length(),
             *(tokens, parents, depths, self._shift, self._last, self.forward_kwargs),
         )
         logits = logits[:, :size]
-        if is_compiled and logits.is_cuda:  # the next replay of the graph writes over these
+        if fits and logits.is_cuda:  # the next replay of the graph writes over these
             logits, hidden = logits.clone(), None if hidden is None else hidden.clone()
         return logits, hidden
 
@@ -170,7 +171,7 @@ class TargetRun:
 
     @property
     def can_drop_rows(self) -> bool:
-        return not self._is_static and not any(isinstance(v, torch.Tensor) for v in self.forward_kwargs.values())
+        return not self.is_compiled and not any(isinstance(v, torch.Tensor) for v in self.forward_kwargs.values())
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order; the others' keys and values are gone."""
@@ -215,10 +216,6 @@ class TargetRun:
         self._theirs = other
         return 0 if other is None else int(other.get_seq_length())
 
-    @property
-    def is_compiled(self) -> bool:
-        return self._is_static
-
     def hold(self, context: AbstractContextManager[Held]) -> Held:
         """Enters `context` for as long as this run is open."""
         return self._open.enter_context(context)
@@ -232,7 +229,7 @@ class TargetRun:
         if self.prompt_mask is not None:
             self.cache.slots.text[:, : self.prompt_mask.shape[1]] = self.prompt_mask
         self._step = compiled_step(self.target, self.generation_config.compile_config, self.cache)
-        self._is_static = True
+        self.is_compiled = True
 
     def _load(self, other: Any | None) -> None:
         length = 0 if other is None else int(other.get_seq_length())
@@ -260,39 +257,72 @@ class TargetRun:
         return cache
 
 
+_listeners: WeakKeyDictionary[PreTrainedModel, "_FinalNorm"] = WeakKeyDictionary()
+_listening = threading.Lock()
+
+
 @contextmanager
 def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tensor]) -> Iterator[None]:
     """Appends what goes into the decoder's final norm (or, where there is none, what the decoder returns).
 
-    Other threads may run the same target meanwhile: only this thread's forwards count.
+    Other threads may run the same target meanwhile: only this thread's forwards count. All share one pair of hooks,
+    which goes with the last of them: one that came or went while another thread's forward is traced for
+    `torch.compile` would break the guards being written.
     """
-    decoder, _, norm = find_decoder(target)
-    thread = threading.get_ident()
-
-    before_last_norm: list[torch.Tensor] = []  # some decoders use their final norm on the embeddings too
-
-    def before_norm(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        if torch.compiler.is_compiling():
-            note_hidden(hidden)
-        elif threading.get_ident() == thread:
-            before_last_norm[:] = [hidden]
-
-    def after_decoder(_: nn.Module, __: tuple, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            if norm is None:
-                note_hidden(output[0])
-        elif threading.get_ident() == thread:
-            captured.append(before_last_norm.pop() if before_last_norm else output[0])
-
-    handles = [decoder.register_forward_hook(after_decoder)]
-    if norm is not None:
-        handles.append(norm.register_forward_pre_hook(before_norm, with_kwargs=True))
+    with _listening:
+        final_norm = _listeners.get(target) or _FinalNorm(target)
+        _listeners[target] = final_norm
+        key = final_norm.add(captured)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        with _listening:
+            if final_norm.remove(key):
+                del _listeners[target]
+
+
+class _FinalNorm:
+    """The hooks on a target's decoder and final norm, and who listens, in which thread."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        decoder, _, norm = find_decoder(target)
+        self._listeners: dict[object, tuple[int, list[torch.Tensor]]] = {}
+        self._before_norm = threading.local()  # some decoders use their final norm on the embeddings too
+        self._has_norm = norm is not None
+        self._handles = [decoder.register_forward_hook(self._after_decoder)]
+        if norm is not None:
+            self._handles.append(norm.register_forward_pre_hook(self._before, with_kwargs=True))
+
+    def add(self, captured: list[torch.Tensor]) -> object:
+        key = object()
+        self._listeners[key] = (threading.get_ident(), captured)
+        return key
+
+    def remove(self, key: object) -> bool:
+        """Whether it was the last one, and the hooks are gone."""
+        del self._listeners[key]
+        if not self._listeners:
+            for handle in self._handles:
+                handle.remove()
+        return not self._listeners
+
+    def _before(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        # Whether this frame is traced; `is_compiling` would say whether any thread traces.
+        if torch.compiler.is_dynamo_compiling():
+            note_hidden(hidden)
+        else:
+            self._before_norm.hidden = hidden
+
+    def _after_decoder(self, _: nn.Module, __: tuple, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            if not self._has_norm:
+                note_hidden(output[0])
+            return
+        hidden = self._before_norm.__dict__.pop("hidden", None)
+        for thread, captured in tuple(self._listeners.values()):
+            if thread == threading.get_ident():
+                captured.append(output[0] if hidden is None else hidden)
 
 
 def takes_positions(target: PreTrainedModel) -> bool:
