@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, __version__, cli
+from hf_clover.cli import inputs
 from hf_clover.chat import Conversation, ConversationFull, chat
 from hf_clover.live import LiveStreamer, StepRecord
 
@@ -90,7 +91,7 @@ def test_version(run):
 
 @pytest.mark.parametrize("command", ["generate", "chat", "benchmark"])
 def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, command):
-    monkeypatch.setattr(cli, "STAND_IN", tmp_path / "nowhere")
+    monkeypatch.setattr(inputs, "STAND_IN", tmp_path / "nowhere")
     said = run(command, stdin=PROMPT)
     assert (said.code, said.out) == (2, "")
     assert said.err == f"hf-clover: there is no stand-in at {tmp_path / 'nowhere'}: pass `--target`, a model's id " + (
@@ -99,7 +100,7 @@ def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, 
 
 
 def test_the_stand_in_is_the_default(run, monkeypatch, folder, target):
-    monkeypatch.setattr(cli, "STAND_IN", folder)
+    monkeypatch.setattr(inputs, "STAND_IN", folder)
     said = run("generate", PROMPT, "--max-new-tokens", "30")
     assert said.out == PROMPT + continuation(target, PROMPT, 30) + "\n"
     assert float(FIGURES.search(said.err)[1]) > 1, "with its heads"
@@ -143,7 +144,7 @@ def test_half_precision_is_float32_on_a_cpu_unless_asked_for(folder, target, tmp
     AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).save_pretrained(half)
     make_tokenizer().save_pretrained(half)
     for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
-        model, _, heads = cli._load(str(half), str(folder / "heads"), dtype)
+        model, _, heads = inputs.load(str(half), str(folder / "heads"), dtype)
         assert model.dtype == heads.dtype == expected
 
 

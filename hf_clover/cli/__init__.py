@@ -1,0 +1,64 @@
+"""The command line: `hf-clover COMMAND`.
+
+Contract: each command is a thin face over a function of the library and says so in its help. Whatever a user can
+mend (a wrong argument, a missing file) is one line on stderr and exit code 2; Ctrl-C is 130; anything else is a bug
+and shows its traceback. Nothing heavy is imported before a command runs.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from .measuring import benchmark, plot
+from .options import ManyValues
+from .training import push, regenerate, train
+from .writing import chat, generate
+
+app = typer.Typer(
+    name="hf-clover",
+    help="Clover speculative heads for transformers' generate.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"hf-clover {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command()(generate)
+app.command()(chat)
+app.command(cls=ManyValues)(benchmark)
+app.command()(plot)
+app.command(context_settings=PASS_THROUGH, add_help_option=False, options_metavar="[--config FILE] [trl's options]")(
+    train
+)
+app.command()(regenerate)
+app.command()(push)
+
+
+def main() -> None:
+    try:
+        app()
+    except KeyboardInterrupt:
+        typer.echo("Interrupted.", err=True)
+        sys.exit(130)
+    except (ValueError, OSError, ImportError) as error:
+        typer.secho(f"hf-clover: {' '.join(str(error).split())}", err=True, fg="red")
+        sys.exit(2)

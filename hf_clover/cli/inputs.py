@@ -1,0 +1,64 @@
+"""From the words of a command line to what the library's functions take."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+STAND_IN = Path(__file__).resolve().parents[2] / "examples" / "stand_in"  # of the clone this is installed from
+
+
+def load(
+    target: str | None,
+    heads: str | None,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Any, Any, Any]:
+    """Target, tokenizer, and heads or None."""
+    if target is None:
+        if not (STAND_IN / "target").is_dir():
+            raise ValueError(f"there is no stand-in at {STAND_IN}: pass `--target`, a model's id or its folder.")
+        target, heads = str(STAND_IN / "target"), heads or str(STAND_IN / "heads")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..modeling_clover import CloverHeads
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    elif dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"`--dtype {dtype}` is none: pass auto, float32, bfloat16 or float16.")
+    code = {"trust_remote_code": trust_remote_code}
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, **code).to(device)
+    assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(device)
+    return model, AutoTokenizer.from_pretrained(target, **code), assistant
+
+
+def prompt_of(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise ValueError("PROMPT and `--file` exclude each other: pass one of them.")
+    if file is not None:
+        return file.read_text(encoding="utf-8")
+    if prompt is None and sys.stdin.isatty():
+        raise ValueError("there is no prompt: pass a text, `--file`, or something on standard input.")
+    return sys.stdin.read() if prompt is None else prompt
+
+
+def settings_of(tokenizer: Any, heads: Any, temperature: float, seed: int | None, nodes: int | None) -> dict[str, Any]:
+    """Keywords for `generate`; the seed is set."""
+    from transformers import set_seed
+
+    if seed is not None:
+        set_seed(seed)
+    settings: dict[str, Any] = {"do_sample": temperature > 0}
+    if temperature > 0:
+        settings["temperature"] = temperature
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if pad is not None:
+        settings["pad_token_id"] = pad
+    if nodes is not None:
+        if heads is None:
+            raise ValueError(f"`--num-assistant-tokens {nodes}` is of no use without heads: pass `--heads` too.")
+        settings["num_assistant_tokens"] = nodes
+    return settings

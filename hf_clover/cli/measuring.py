@@ -1,0 +1,115 @@
+"""How fast it is, in figures and in pictures: `benchmark` and `plot`."""
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .inputs import load
+from .options import (
+    Device,
+    Dtype,
+    Heads,
+    Target,
+    TrustRemoteCode,
+    node_count,
+    one_of,
+)
+
+
+def benchmark(
+    target: Target = None,
+    heads: Heads = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(help="prompt-lookup, assistant:MODEL (a smaller model) or NAME:HEADS.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")
+    ] = "stand-in",
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 8,
+    batch_size: Annotated[list[int], typer.Option(min=1, help="Prompts at once.")] = [1],  # noqa: B006
+    nodes: Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")] = ["auto"],  # noqa: B006
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(help="global, levels or chain. Default: the heads' own.", show_default=False),
+    ] = None,
+    temperature: Annotated[list[float], typer.Option(min=0.0, help="0 for greedy.")] = [0.0],  # noqa: B006
+    cache: Annotated[list[str], typer.Option(help="dynamic or static.")] = ["dynamic"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
+    seed: Annotated[int, typer.Option(help="For samples.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file, for `hf-clover plot`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The JSON on stdout in place of the table.")] = False,
+) -> None:
+    """Measure heads, plain generate and other ways to be faster, side by side.
+
+    All methods take turns in one run, prompt by prompt. Options that are lists take several values after one flag,
+    and every combination is measured.
+
+    Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
+    """
+    trees = one_of("--tree", tree or [], ("global", "levels", "chain")) or [None]
+    counts = [node_count(word) for word in nodes]
+    one_of("--cache", cache, ("dynamic", "static"))
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    from .. import benchmark as bench
+    from ..prompts import load_prompts
+
+    methods = [bench.plain()]
+    if assistant is not None:
+        methods += [bench.with_heads(assistant, nodes=count, tree=shape) for shape, count in product(trees, counts)]
+    methods += [bench.parse_method(text, model) for text in against or []]
+    if len(methods) == 1:
+        raise ValueError("there is nothing to compare with plain generate: pass `--heads`, `--against`, or both.")
+    result = bench.benchmark(
+        model,
+        tokenizer,
+        methods,
+        load_prompts(prompts, tokenizer, num_prompts),
+        prompt_set=prompts,
+        batch_sizes=batch_size,
+        temperatures=temperature,
+        cache_implementations=cache,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        seed=seed,
+        progress=sys.stderr.isatty(),
+    )
+    if output is not None:
+        bench.write(result, output)
+        typer.echo(f"Written to {output}; `hf-clover plot {output}` draws it.", err=True)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    from rich.console import Console
+
+    from ..tables import notes_of, table_of
+
+    console = Console()
+    console.print(table_of(result))
+    for note in notes_of(result):
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def plot(
+    results: Annotated[list[Path], typer.Argument(help="JSON of benchmark or an experiment, or trainer_state.json.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="A folder. Default: beside each JSON.")] = None,
+) -> None:
+    """Draw results: NAME.png and NAME-dark.png of each NAME.json.
+
+    The names of the pictures are printed, one a line.
+
+    Example: hf-clover plot result.json --out pictures
+    """
+    from ..plots import plot as run
+
+    for path in results:
+        for picture in run(path, out):
+            typer.echo(str(picture))

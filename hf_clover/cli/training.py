@@ -1,0 +1,83 @@
+"""Heads, from their data to the Hub: `train`, `regenerate` and `push`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .inputs import load
+
+
+def train(context: typer.Context) -> None:
+    """Distil heads from a target. The flags are trl's; see `hf-clover train --help`.
+
+    Example: hf-clover train --config examples/configs/qwen3-0.6b.yaml
+    """
+    from ..training.script import main as run
+
+    trainer = run(context.args, prog="hf-clover train")
+    if trainer.was_interrupted:
+        raise typer.Exit(130)
+
+
+def regenerate(
+    dataset: Annotated[str, typer.Argument(help="Prompts: a dataset of the Hub, or a folder of files.")],
+    output_dir: Annotated[Path, typer.Argument(help="Where the answers go; running again continues there.")],
+    model: Annotated[str, typer.Option(help="The target: an id or a folder, or its name at the endpoint.")],
+    heads: Annotated[str | None, typer.Option(help="Heads to answer sooner with (the answers are the same).")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="A server with OpenAI's interface, for all answers.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the endpoint.")] = None,
+    config: Annotated[str | None, typer.Option(help="The dataset's configuration.")] = None,
+    split: Annotated[str, typer.Option(help="The dataset's split; slices such as train[:1000] too.")] = "train",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy answers.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in one call of generate.")] = 8,
+    dtype: Annotated[str, typer.Option(help="The dtype to load the target in.")] = "auto",
+) -> None:
+    """Let the target answer a dataset's prompts: the text that its heads learn best from.
+
+    Example: hf-clover regenerate trl-lib/Capybara answers --model Qwen/Qwen3-8B --endpoint http://localhost:8000/v1
+    """
+    from datasets import load_dataset
+
+    from ..training import EndpointAnswers, TargetAnswers
+    from ..training import regenerate as run
+
+    if endpoint is not None and heads is not None:
+        raise ValueError("`--heads` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
+    prompts = load_dataset(dataset, name=config, split=split)
+    if endpoint is not None:
+        answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
+    else:
+        target, tokenizer, assistant = load(model, heads, dtype)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        answers = TargetAnswers(target, tokenizer, assistant, batch_size, max_new_tokens=max_new_tokens, **sampling)
+    answered = run(prompts, answers, output_dir)
+    typer.echo(f"{len(answered)} of {len(prompts)} prompts answered in {output_dir}")
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(help="Heads, an adapter of heads, or a dataset from regenerate.")],
+    repo_id: Annotated[str, typer.Argument(help="The repository on the Hub, such as org/name.")],
+    private: Annotated[bool | None, typer.Option(help="Whether a new repository is private.")] = None,
+    revision: Annotated[str | None, typer.Option(help="The branch to commit to.")] = None,
+    create_pr: Annotated[bool, typer.Option(help="Open a pull request instead of committing.")] = False,
+    subfolder: Annotated[str, typer.Option(help="Where in the repository, beside a target for one.")] = "",
+    message: Annotated[str | None, typer.Option("--message", "-m", help="The commit's message.")] = None,
+) -> None:
+    """Push a folder to the Hub in one commit, with its card and what it needs to be loaded.
+
+    Example: hf-clover push runs/my-heads org/my-model-clover --private
+    """
+    from ..hub import push_folder
+
+    commit = push_folder(
+        folder,
+        repo_id,
+        private=private,
+        revision=revision,
+        create_pr=create_pr,
+        subfolder=subfolder,
+        commit_message=message,
+    )
+    typer.echo(commit.pr_url or commit.commit_url)

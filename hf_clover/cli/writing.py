@@ -1,0 +1,92 @@
+"""Text, written with heads: `generate` and `chat`."""
+
+import json
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .inputs import load, prompt_of, settings_of
+from .options import (
+    Device,
+    Dtype,
+    Heads,
+    NumAssistantTokens,
+    Seed,
+    Target,
+    Temperature,
+    TrustRemoteCode,
+)
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="What to continue; without it, standard input.")] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="A file to continue, in place of PROMPT.")] = None,
+    target: Target = None,
+    heads: Heads = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 128,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    num_assistant_tokens: NumAssistantTokens = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when all is done.")] = False,
+) -> None:
+    """Continue a text, shown as it is written.
+
+    In green: the tokens that came free, drafted by the heads and confirmed by the target in one forward with the
+    next of its own. The figures go to stderr, in one line.
+
+    Example: hf-clover generate "def fibonacci(n):" --max-new-tokens 64
+    """
+    text = prompt_of(prompt, file)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    from ..live import LiveStreamer, StepRecord, TokenText
+
+    settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
+    inputs = tokenizer(text, return_tensors="pt").to(model.device)
+    if not inputs["input_ids"].shape[1]:
+        raise ValueError("the prompt is empty: pass a text, `--file`, or something on standard input.")
+    record = StepRecord() if as_json else LiveStreamer(tokenizer)
+    record.generate(model, inputs, assistant, max_new_tokens=max_new_tokens, **settings)
+    if as_json:
+        written = TokenText(tokenizer, inputs["input_ids"][0].tolist())
+        answer = "".join([*map(written.push, record.tokens), written.flush()])
+        typer.echo(json.dumps({"prompt": text, "text": answer, **record.figures()}))
+    else:
+        typer.secho(record.summary(), err=True, dim=True)
+
+
+def chat(
+    target: Target = None,
+    heads: Heads = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    num_assistant_tokens: NumAssistantTokens = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Talk with a target: answers are shown as they are written.
+
+    A target without a chat template continues your text. In green: the tokens that came free. Ctrl-C stops an
+    answer; /exit or Ctrl-D leaves; /help says more.
+
+    Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-2
+    """
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    from rich.console import Console
+
+    from ..chat import Conversation
+    from ..chat import chat as run
+
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401  (arrow keys and a history in `input`)
+    settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
+    conversation = Conversation(model, tokenizer, assistant, max_new_tokens, **settings)
+    run(conversation, Console(), read=lambda: input("> " if sys.stdin.isatty() else ""))
