@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, __version__, cli
-from hf_clover.cli import inputs
 from hf_clover.chat import Conversation, ConversationFull, chat
+from hf_clover.cli import inputs
 from hf_clover.live import LiveStreamer, StepRecord
 
 FIGURES = re.compile(r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s \((\d+) tokens, (\d+) forwards, [\d.]+ s\)")
