@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ._lazy import when_imported
+from ._versions import check_versions
 
 __version__ = "0.1.0"
+
+check_versions()
 
 _HOME = {
     "AcceptanceCallback": "training.callbacks",

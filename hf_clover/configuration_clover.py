@@ -1,9 +1,9 @@
 """The configuration of Clover heads.
 
 Contract: a `CloverConfig` says everything that is needed to build the network and nothing about how it is run.
-`variant` names a preset of the papers; every part of the preset is a field of its own, so any row of the papers'
-ablations is a config. Impossible values are refused by name here, before anything is allocated: a config may come from
-a stranger. This file travels to the Hub beside `modeling_clover.py`, so it knows torch and transformers alone.
+`variant` names a preset, one of the papers' or `clover-x`; every part of a preset is a field of its own, so any row of
+the ablations is a config. Impossible values are refused by name here, before anything is allocated: a config may come
+from a stranger. This file travels to the Hub beside `modeling_clover.py`, so it knows torch and transformers alone.
 """
 
 from typing import Any, ClassVar
@@ -13,83 +13,16 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-# What each variant of the papers is made of. A field the user leaves at None takes its value from here.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "clover-2": {
-        "num_heads": 5,
-        "num_augmenting_layers": 2,
-        "augmenting_block": "full",
-        "decoder": "attention",
-        "decoder_position": "before",
-        "decoder_bias": True,
-        "decoder_activation": None,
-        "output_projector": "fc",
-        "normalize_embeddings": False,
-        "hidden_loss_weight": 10.0,
-    },
-    "clover": {
-        "num_heads": 3,
-        "num_augmenting_layers": 1,
-        "augmenting_block": "full",
-        "decoder": "attention",
-        "decoder_position": "after",
-        "decoder_bias": False,
-        "decoder_activation": "silu",
-        "output_projector": "residual",
-        "normalize_embeddings": True,
-        "hidden_loss_weight": 0.0,
-    },
-    "medusa": {
-        "num_heads": 5,
-        "num_augmenting_layers": 0,
-        "augmenting_block": "none",
-        "decoder": "none",
-        "decoder_position": "after",
-        "decoder_bias": False,
-        "decoder_activation": None,
-        "output_projector": "residual",
-        "normalize_embeddings": False,
-        "hidden_loss_weight": 0.0,
-    },
-}
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "variant": tuple(VARIANTS),
-    "augmenting_block": ("full", "attention", "mlp", "none"),
-    "decoder": ("attention", "mlp", "none"),
-    "decoder_position": ("before", "after"),
-    "decoder_activation": (None, "silu"),
-    "output_projector": ("fc", "residual"),
-    "draft_tree": ("global", "levels", "chain"),
-}
-
-# Far above any model there is: a config that asks for more is a mistake or an attack, not a model.
-_UPPER_BOUNDS = {
-    "hidden_size": 1 << 17,
-    "vocab_size": 1 << 24,
-    "intermediate_size": 1 << 20,
-    "num_heads": 64,
-    "num_augmenting_layers": 64,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "decoder_num_heads": 1 << 12,
-    "head_dim": 1 << 13,
-    "max_position_embeddings": 1 << 26,
-    "draft_top_k": 1 << 10,
-    "draft_beam_width": 1 << 10,
-    "draft_depth": 256,
-    "draft_vocab_size": 1 << 24,
-}
-_MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
-_LONGEST_NAME = 1024
+from .variants import CHOICES, LONGEST_NAME, MOST_PARAMETERS, UPPER_BOUNDS, VARIANTS
 
 
 class CloverConfig(PreTrainedConfig):
     r"""
     Args:
         variant (`str`, defaults to `"clover-2"`):
-            `"clover-2"`, `"clover"` (the first paper) or `"medusa"` (Clover with its parts taken away). Sets every
-            field below whose default is `None`.
+            `"clover-2"`, `"clover"` (the first paper), `"medusa"` (Clover with its parts taken away) or `"clover-x"`
+            (this library's own, of the same family). Sets every field below whose default is `None`. A config that
+            names none is Clover-2's; heads made with `CloverHeads.from_target` are clover-x unless told otherwise.
         vocab_size, hidden_size: those of the target.
         num_heads (`int`, *optional*): draft heads; head i guesses the token i + 2 places ahead.
         num_augmenting_layers (`int`, *optional*): depth of the Augmenting Block.
@@ -100,17 +33,23 @@ class CloverConfig(PreTrainedConfig):
         use_rope (`bool`, defaults to `True`): off, the Augmenting Block knows no positions, as some targets' layers.
         rms_norm_eps (`float`): of every norm, and of the cosine gate.
         decoder (`str`, *optional*): what brings a token into the state: `"attention"` (the Attention Decoder),
-            `"mlp"` in its place, or `"none"`.
+            `"mlp"` in its place, `"gated"` (a gated layer of state and token, clover-x's) or `"none"`.
         decoder_position (`str`, *optional*): `"before"`: a first decoder stands before the Augmenting Block, so that
-            the block sees the target's token already (Clover-2); `"after"`: every head decodes, none before (Clover).
+            the block sees the target's token already (Clover-2); `"after"`: every head decodes, none before (Clover);
+            `"both"`: one before, and every head decodes too, head 0 among them (clover-x).
         decoder_num_heads (`int`, *optional*): heads of the Attention Decoder's gate; the target's by default.
-        decoder_bias, decoder_activation: biases of q, k, v, and what follows the gated value.
+        decoder_bias, decoder_activation: biases of the decoder, and what follows the Attention Decoder's gated value.
+        decoder_width (`int`, *optional*): of a gated decoder; twice the hidden size by default.
+        entry (`str`, *optional*): what stands before the block where something does: a `"decoder"` like the others, or
+            `"fc"`, a linear layer of state and token.
         regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
             starts from the Augmenting Block's output and the target's own token.
         output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`
-            (Medusa's block, one per head).
+            (Medusa's block, one per head) or `"none"`: the state goes through the last norm into lm_head (clover-x).
         normalize_embeddings (`bool`, *optional*): rows of the embedding table scaled to length 1.
-        hidden_loss_weight, token_loss_weight, loss_decay: the papers' loss, for the trainer.
+        embedding_scale (`float`, defaults to 1): factor of the embeddings; `from_target` measures it for clover-x.
+        normalize_hidden_states (`bool`, *optional*): take the target's states after its final norm.
+        loss_type, hidden_loss_weight, token_loss_weight, loss_decay: the loss, for the trainer.
         draft_vocab_size (`int`, *optional*): how many ids the heads score, None for all; the ids are a buffer.
         draft_tree (`str`), draft_depth, draft_beam_width, draft_top_k, draft_top_p, draft_min_p: how a tree is grown:
             `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
@@ -148,10 +87,15 @@ class CloverConfig(PreTrainedConfig):
     decoder_num_heads: int | None = None
     decoder_bias: bool | None = None
     decoder_activation: str | None = None
+    decoder_width: int | None = None
+    entry: str | None = None
     regressive: bool = True
     output_projector: str | None = None
     normalize_embeddings: bool | None = None
+    embedding_scale: float = 1.0
+    normalize_hidden_states: bool | None = None
 
+    loss_type: str | None = None
     hidden_loss_weight: float | None = None
     token_loss_weight: float = 1.0
     loss_decay: float = 0.7
@@ -178,6 +122,8 @@ class CloverConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.decoder_num_heads is None:
             self.decoder_num_heads = self.num_attention_heads
+        if self.decoder_width is None and isinstance(self.hidden_size, int):
+            self.decoder_width = 2 * self.hidden_size
         self._validate_clover()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -212,12 +158,12 @@ class CloverConfig(PreTrainedConfig):
     @property
     def has_entry_decoder(self) -> bool:
         """Whether a decoder stands before the Augmenting Block (Clover-2's information extraction order)."""
-        return self.decoder != "none" and self.decoder_position == "before"
+        return self.decoder != "none" and self.decoder_position in ("before", "both")
 
     @property
     def can_draft_beyond_heads(self) -> bool:
         """Whether later heads are one network, so that a tree may be grown deeper than the heads trained."""
-        return self.regressive and self.output_projector == "fc" and self.num_later_heads > 0
+        return self.regressive and self.output_projector != "residual" and self.num_later_heads > 0
 
     @property
     def num_later_heads(self) -> int:
@@ -226,15 +172,15 @@ class CloverConfig(PreTrainedConfig):
 
     def _require(self, field: str, condition: bool, wanted: str) -> None:
         if not condition:
-            value = repr(getattr(self, field))[:_LONGEST_NAME]
+            value = repr(getattr(self, field))[:LONGEST_NAME]
             raise ValueError(f"CloverConfig: `{field}={value}` is impossible: it must be {wanted}.")
 
     def _require_choice(self, field: str) -> None:
-        value, choices = getattr(self, field), _CHOICES[field]
+        value, choices = getattr(self, field), CHOICES[field]
         self._require(field, isinstance(value, str | None) and value in choices, f"one of {list(choices)}")
 
     def _require_int(self, field: str, minimum: int, optional: bool = False) -> None:
-        value, maximum = getattr(self, field), _UPPER_BOUNDS[field]
+        value, maximum = getattr(self, field), UPPER_BOUNDS[field]
         if value is None and optional:
             return
         is_int = isinstance(value, int) and not isinstance(value, bool)
@@ -246,12 +192,13 @@ class CloverConfig(PreTrainedConfig):
         self._require(field, is_number and low <= value <= high, f"a number from {low} to {high}")
 
     def _validate_clover(self) -> None:
-        for field in _CHOICES:
+        for field in CHOICES:
             self._require_choice(field)
         for field in ("hidden_size", "num_heads", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
             self._require_int(field, 1)
         for field in ("decoder_num_heads", "max_position_embeddings", "draft_top_k", "draft_beam_width"):
             self._require_int(field, 1)
+        self._require_int("decoder_width", 1)
         self._require_int("vocab_size", 2)
         self._require_int("num_augmenting_layers", 0)
         for field in ("head_dim", "draft_depth", "draft_vocab_size"):
@@ -259,6 +206,7 @@ class CloverConfig(PreTrainedConfig):
         for field in (
             "regressive",
             "normalize_embeddings",
+            "normalize_hidden_states",
             "decoder_bias",
             "attention_bias",
             "attention_output_bias",
@@ -269,6 +217,7 @@ class CloverConfig(PreTrainedConfig):
             self._require(field, isinstance(getattr(self, field), bool), "True or False")
         self._require_number("rms_norm_eps", 1e-12, 1e-1)
         self._require_number("initializer_range", 0.0, 1.0)
+        self._require_number("embedding_scale", 1e-6, 1e6)
         self._require_number("loss_decay", 0.0, 1.0)
         self._require_number("hidden_loss_weight", 0.0, 1e6)
         self._require_number("token_loss_weight", 0.0, 1e6)
@@ -276,8 +225,8 @@ class CloverConfig(PreTrainedConfig):
         self._require_number("draft_min_p", 0.0, 1.0)
         for field in ("target_name_or_path", "target_revision", "target_fingerprint"):
             value = getattr(self, field)
-            is_name = isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_NAME
-            self._require(field, value is None or is_name, f"a string of at most {_LONGEST_NAME} printable characters")
+            is_name = isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME
+            self._require(field, value is None or is_name, f"a string of at most {LONGEST_NAME} printable characters")
         is_hex = set(self.target_fingerprint or "0") <= set("0123456789abcdef")
         self._require("target_fingerprint", is_hex and self.target_fingerprint != "", "a hexadecimal number")
         known = isinstance(self.hidden_act, str) and self.hidden_act in ACT2FN
@@ -293,6 +242,9 @@ class CloverConfig(PreTrainedConfig):
             is_even = (self.head_dim or self.hidden_size // self.num_attention_heads) % 2 == 0
             field = "num_attention_heads" if self.head_dim is None else "head_dim"
             self._require(field, is_even, "such that head_dim is even: rotary embeddings turn pairs")
+        if self.decoder == "none" or not self.regressive:
+            wanted = "'fc' or 'residual' without a decoder or the Regressive Connection: all heads would say the same"
+            self._require("output_projector", self.output_projector != "none", wanted)
         if self.decoder == "attention":
             divides = self.hidden_size % self.decoder_num_heads == 0
             self._require("decoder_num_heads", divides, f"a divisor of hidden_size={self.hidden_size}")
@@ -309,9 +261,10 @@ class CloverConfig(PreTrainedConfig):
         d, head_dim = self.hidden_size, self.head_dim or self.hidden_size // self.num_attention_heads
         projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * head_dim
         block = self.num_augmenting_layers * d * (projections + 3 * self.intermediate_size)
-        parameters = block + (6 + 2 * self.num_heads) * d * d
+        cell = 5 * d * self.decoder_width if self.decoder == "gated" else 0
+        parameters = block + (8 + 2 * self.num_heads) * d * d + 2 * cell
         wanted = f"smaller: with the other sizes it makes heads of about {parameters:.1e} parameters"
-        self._require("hidden_size", parameters <= _MOST_PARAMETERS, wanted)
+        self._require("hidden_size", parameters <= MOST_PARAMETERS, wanted)
 
     def _validate_what_transformers_reads(self, kwargs: dict[str, Any]) -> None:
         """Fields of every config that would cost memory, fetch a kernel from the Hub, or fail without a name."""

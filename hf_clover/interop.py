@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .configuration_clover import CloverConfig
 from .last_layer import REFERENCE_ROPE, LastLayer, copy_norm
 from .modeling_clover import CloverHeads
+from .scales import embedding_scale, final_norm_ratio
 from .target_parts import find_decoder, fingerprint, is_plain, readable_rows, unwrap
 
 logger = logging.get_logger(__name__)
@@ -41,11 +42,23 @@ def heads_from_target(
     model = unwrap(target)
     if model.config.is_encoder_decoder:
         raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")
+    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+        raise ValueError(
+            f"`target`, a `{type(model).__name__}`, is divided among processes (tensor parallel or FSDP), and heads "
+            "start as copies of its weights: make them from the whole target in one process, with `device_map='auto'` "
+            "where one device is too small, and load them with `AutoModel.from_pretrained`."
+        )
     _, _, norm = find_decoder(model)
     source = LastLayer(model)
     config = CloverConfig(**{**source.block_fields(), "variant": variant, **_identity(model), **fields})
+    # Beside states of size 1, embeddings of size 1; the papers' variants take both as they are.
+    rows = _table(model)
+    if config.normalize_hidden_states and not config.normalize_embeddings and rows is not None:
+        config.embedding_scale = fields.get("embedding_scale", embedding_scale(rows))
     heads = cls(config)
-    fresh = source.copy_into(heads)
+    # Into smaller states the copied layers add as much less.
+    ratio = final_norm_ratio(model) if config.normalize_hidden_states and config.has_augmenting_block else 1.0
+    fresh = source.copy_into(heads, ratio)
     _copy_final_norm(norm, heads)
     if fresh and config.has_augmenting_block:
         logger.warning(
@@ -70,6 +83,13 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
         "target_revision": getattr(model.config, "_commit_hash", None),
         "target_fingerprint": None if rows is None else fingerprint(rows) or None,
     }
+
+
+def _table(model: PreTrainedModel) -> torch.Tensor | None:
+    """The rows that serve as the heads' token embeddings, as `borrow` chooses them."""
+    config = model.config.get_text_config(decoder=True)
+    rows = readable_rows(model.get_output_embeddings(), config)
+    return readable_rows(model.get_input_embeddings(), config) if rows is None else rows
 
 
 def _copy_final_norm(source: nn.Module | None, heads: CloverHeads) -> None:

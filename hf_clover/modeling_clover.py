@@ -26,12 +26,23 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
+from .blocks import (
+    AttentionDecoder,
+    AugmentingLayer,
+    CloverAttention,
+    CloverMLP,
+    CloverRMSNorm,
+    EntryProjector,
+    GatedDecoder,
+    MLPDecoder,
+    ResidualBlock,
+    started_linear,
+)
 from .checkpoint_checks import check_checkpoint
 from .configuration_clover import CloverConfig
 from .target_parts import BorrowedParts, borrow, gather_rows, is_plain, unwrap
@@ -47,145 +58,6 @@ class CloverOutput(ModelOutput):
     state: torch.Tensor | None = None
 
 
-def _linear(inputs: int, outputs: int, bias: bool, start: str) -> nn.Linear:
-    """A linear layer that starts "zero", as "noise", or as "identity" [I ; 0] plus noise, instead of at random."""
-    linear = nn.Linear(inputs, outputs, bias=bias)
-    linear.start = start  # read by `_init_weights`
-    return linear
-
-
-class CloverRMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
-class AttentionDecoder(nn.Module):
-    """Brings one token into the state: attention over a single key, so the gate is a cosine, not a softmax."""
-
-    def __init__(self, config: CloverConfig) -> None:
-        super().__init__()
-        size, bias = config.hidden_size, config.decoder_bias
-        self.num_heads, self.eps = config.decoder_num_heads, config.rms_norm_eps
-        self.norm = CloverRMSNorm(size, config.rms_norm_eps)
-        first_paper = config.variant == "clover"
-        self.q = _linear(size, size, bias, "gaussian identity" if first_paper else "identity")
-        self.k = _linear(size, size, bias, "gaussian identity" if first_paper else "identity")
-        self.v = _linear(size, size, bias, "zero" if first_paper else "noise")
-        self.activation = nn.SiLU() if config.decoder_activation == "silu" else nn.Identity()
-
-    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        per_head = (self.num_heads, -1)
-        q = self.q(self.norm(state)).unflatten(-1, per_head)  # [..., heads, d / heads]
-        k = self.k(embedding).unflatten(-1, per_head)  # [..., heads, d / heads]
-        v = self.v(embedding).unflatten(-1, per_head)  # [..., heads, d / heads]
-        gate = F.cosine_similarity(q, k, dim=-1, eps=self.eps)  # [..., heads]
-        return state + self.activation(gate[..., None] * v).flatten(-2)
-
-
-class MLPDecoder(nn.Module):
-    """The ablation that stands in for the Attention Decoder: state and token meet in one gated layer."""
-
-    def __init__(self, config: CloverConfig) -> None:
-        super().__init__()
-        self.norm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.up = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.decoder_bias)
-        self.down = _linear(config.hidden_size, config.hidden_size, config.decoder_bias, "zero")
-
-    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        return state + self.down(F.silu(self.up(torch.cat((self.norm(state), embedding), dim=-1))))
-
-
-class ResidualBlock(nn.Module):
-    """Medusa's block: x + SiLU(Wx + b), W zero at the start."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = _linear(size, size, True, "zero")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.silu(self.linear(x))
-
-
-class CloverAttention(nn.Module):
-    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
-        size, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=config.attention_output_bias)
-        self.q_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        per_head = (-1, self.head_dim)
-        q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
-        k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
-        v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)  # [B, kv_heads, T, head_dim]
-        if self.use_rope:
-            q, k = apply_rotary_pos_emb(q, k, *rope)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
-        if mask is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-        else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
-            groups = q.shape[1] // k.shape[1]
-            rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
-            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
-
-
-class CloverMLP(nn.Module):
-    def __init__(self, config: CloverConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self.activation = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class AugmentingLayer(nn.Module):
-    """A Llama-style decoder layer, or one half of it where an ablation asks for that."""
-
-    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.self_attn = self.mlp = None
-        if config.augmenting_block in ("full", "attention"):
-            self.input_layernorm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.self_attn = CloverAttention(config, layer_idx)
-        if config.augmenting_block in ("full", "mlp"):
-            self.post_attention_layernorm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.mlp = CloverMLP(config)
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> torch.Tensor:
-        if self.self_attn is not None:
-            x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
-        if self.mlp is not None:
-            x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
-
-
 class CloverHeads(PreTrainedModel):
     """Speculative heads for one target. Made by `from_target`, `from_pretrained` or `from_reference_checkpoint`."""
 
@@ -198,11 +70,11 @@ class CloverHeads(PreTrainedModel):
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__(config)
-        decoders = {"attention": AttentionDecoder, "mlp": MLPDecoder, "none": None}
+        decoders = {"attention": AttentionDecoder, "mlp": MLPDecoder, "gated": GatedDecoder, "none": None}
         decoder = decoders[config.decoder]
         size, eps, projector = config.hidden_size, config.rms_norm_eps, config.output_projector
         if config.has_entry_decoder:
-            self.entry_decoder = decoder(config)
+            self.entry_decoder = decoder(config) if config.entry == "decoder" else EntryProjector(config)
         if config.has_augmenting_block:
             self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
             self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -212,13 +84,14 @@ class CloverHeads(PreTrainedModel):
             self.decoder = decoder(config)
         if projector == "fc":
             if self._head_0_has_no_decoder:
-                self.first_fc = _linear(size, size, True, "identity")
+                self.first_fc = started_linear(size, size, True, "identity")
             # One for all later heads; without the Regressive Connection they would all say the same, so one each.
             count = 1 if config.can_draft_beyond_heads else config.num_later_heads
-            self.fc = nn.ModuleList(_linear(2 * size, size, True, "identity") for _ in range(count))
-            self.head_norm = CloverRMSNorm(size, eps)
-        else:
+            self.fc = nn.ModuleList(started_linear(2 * size, size, True, "identity") for _ in range(count))
+        if projector == "residual":
             self.residual_blocks = nn.ModuleList(ResidualBlock(size) for _ in range(config.num_heads))
+        else:
+            self.head_norm = CloverRMSNorm(size, eps)
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [draft V] ids of the target
         self.generation_config = GenerationConfig()  # num_assistant_tokens None: the machine chooses
@@ -235,7 +108,9 @@ class CloverHeads(PreTrainedModel):
         """[...] -> [..., d]: rows of the target's lm_head (or of its input embedding where those cannot be read)."""
         rows = F.embedding(input_ids.to(self.borrowed.embedding.device), self.borrowed.embedding)
         rows = rows.to(device=input_ids.device, dtype=self.dtype)
-        return F.normalize(rows, dim=-1) if self.config.normalize_embeddings else rows
+        if self.config.normalize_embeddings:
+            rows = F.normalize(rows, dim=-1)
+        return rows if self.config.embedding_scale == 1.0 else rows * self.config.embedding_scale
 
     def encode(
         self,
@@ -251,6 +126,8 @@ class CloverHeads(PreTrainedModel):
         go on from the cache's length unless they are given.
         """
         x = hidden_states.to(self.dtype)
+        if self.config.normalize_hidden_states:
+            x = self._target_norm(x)
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:
@@ -262,8 +139,14 @@ class CloverHeads(PreTrainedModel):
             rope = self.rotary_emb(x, position_ids)
             for layer in self.layers:
                 x = layer(x, rope, attention_mask, past_key_values)
-        closing_norm = self.norm if hasattr(self, "norm") else self.borrowed.norm
-        return closing_norm(x.to(next(closing_norm.parameters(), x))).to(x)
+        if hasattr(self, "norm"):
+            return self.norm(x)
+        return x if self.config.normalize_hidden_states else self._target_norm(x)
+
+    def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """The target's final norm, in its own dtype and on its own device."""
+        norm = self.borrowed.norm
+        return norm(x.to(next(norm.parameters(), x))).to(x)
 
     def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).
@@ -283,6 +166,8 @@ class CloverHeads(PreTrainedModel):
     def _project(self, level: int, state: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor:
         if self.config.output_projector == "residual":
             return self.residual_blocks[level](state)
+        if self.config.output_projector == "none":
+            return self.head_norm(state)
         if embedding is None:
             return self.head_norm(self.first_fc(state))
         fc = self.fc[0] if self.config.can_draft_beyond_heads else self.fc[level - self._head_0_has_no_decoder]
@@ -340,10 +225,10 @@ class CloverHeads(PreTrainedModel):
         """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
         target = unwrap(target)
         lm_head = target.get_output_embeddings()
-        if self._borrowed is None or self._borrowed.lm_head is not lm_head:
+        if self._borrowed is None or self._borrowed.source is not lm_head:
             object.__setattr__(self, "_borrowed", borrow(self.config, target))
         if self.config.draft_vocab_size is not None:
-            self._borrowed.draft_rows = gather_rows(lm_head, self.draft_ids)
+            self._borrowed.draft_rows = gather_rows(self._borrowed.lm_head, self.draft_ids)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -360,6 +245,11 @@ class CloverHeads(PreTrainedModel):
             init.zeros_(module.weight)
         elif start == "noise":
             init.uniform_(module.weight, 0.0, INIT_NOISE)
+        elif start == "even":
+            init.normal_(module.weight, 0.0, module.in_features**-0.5)
+        elif start == "sum":
+            eye = torch.eye(module.out_features, device=module.weight.device, dtype=module.weight.dtype)
+            init.copy_(module.weight, eye.repeat(1, module.in_features // module.out_features))
         elif start in ("identity", "gaussian identity"):
             noise = torch.empty_like(module.weight)
             noise = noise.normal_(0.0, INIT_NOISE) if "gaussian" in start else noise.uniform_(0.0, INIT_NOISE)
@@ -368,7 +258,7 @@ class CloverHeads(PreTrainedModel):
             init.copy_(module.draft_ids, torch.arange(self.config.draft_vocab_size))
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, variant: str = "clover-2", **fields: Any) -> "CloverHeads":
+    def from_target(cls, target: PreTrainedModel, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
         """New heads for `target`, started from its last layer and final norm; `fields` are those of `CloverConfig`."""
         return _package("interop").heads_from_target(cls, target, variant, fields)
 
@@ -446,4 +336,14 @@ def _package(module: str) -> ModuleType:
 
 CloverHeads.register_for_auto_class("AutoModel")
 
-__all__ = ["CloverHeads", "CloverOutput"]
+__all__ = [
+    "AttentionDecoder",
+    "AugmentingLayer",
+    "CloverAttention",
+    "CloverHeads",
+    "CloverMLP",
+    "CloverOutput",
+    "CloverRMSNorm",
+    "MLPDecoder",
+    "ResidualBlock",
+]

@@ -4,7 +4,11 @@ Contract: functions of a transformers model and a `CloverConfig`; nothing is cha
 `modeling_clover.py` that travels to the Hub with it.
 """
 
+import contextlib
+import copy
 import os
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +36,7 @@ class BorrowedParts:
     logit_scale: float
     logit_softcap: float | None
     draft_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lm_head's rows of the draft vocabulary
+    source: nn.Module | None = None  # the target's own lm_head, of which `lm_head` is a copy where that is in parts
 
     def scale(self, logits: torch.Tensor) -> torch.Tensor:
         """What the target does to lm_head's output: a factor, a soft cap."""
@@ -85,9 +90,14 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
                 f"They belong to {config.target_name_or_path or 'an unnamed target'}; make new ones with "
                 "`CloverHeads.from_target(target)`."
             )
-    lm_head = target.get_output_embeddings()
-    if lm_head is None:
+    source = target.get_output_embeddings()
+    if source is None:
         raise ValueError(f"The target `{name}` has no output embeddings, so there is no lm_head to borrow.")
+    for module in (target, source):
+        if hasattr(module, "reshard"):  # FSDP leaves some weights in one piece after a forward, but not for good
+            module.reshard()
+    lm_head = whole(source)
+    _check_width(lm_head, config.hidden_size, name, config.vocab_size)
     rows = readable_rows(lm_head, config)
     actual = None if rows is None else fingerprint(rows)
     if actual and config.target_fingerprint is not None:
@@ -95,7 +105,7 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
     else:
         _check_name(config, target)
     if rows is None:
-        rows = readable_rows(target.get_input_embeddings(), config)
+        rows = readable_rows(whole(target.get_input_embeddings()), config)
         if rows is None:
             raise ValueError(
                 f"The target `{name}` lends no token embeddings: neither the rows of its lm_head "
@@ -107,7 +117,66 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
             "token embedding, at little loss."
         )
     _, _, norm = find_decoder(target)
-    return BorrowedParts(lm_head, rows, norm if norm is not None else nn.Identity(), *_logit_scaling(text_config))
+    norm = nn.Identity() if norm is None else whole(norm)
+    return BorrowedParts(lm_head, rows, norm, *_logit_scaling(text_config), source=source)
+
+
+def device_of(target: nn.Module, part: nn.Module | None = None) -> torch.device:
+    """Where `part` computes, or where the target's forward begins. Weights that are fetched for every forward are on
+    the meta device meanwhile, and their hooks know."""
+    part = target if part is None else part
+    devices = [parameter.device for parameter in part.parameters()][:1]
+    if devices and devices[0].type == "meta":
+        hooks = (getattr(module, "_hf_hook", None) for module in part.modules())
+        known = [device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None]
+        devices = [torch.device(*known[:1])] if known else devices
+    return devices[0] if devices else target.device
+
+
+@torch.no_grad()
+def whole(module: nn.Module) -> nn.Module:
+    """The module itself; or, where its weights are divided among processes (tensor parallel, FSDP, ZeRO) or kept off
+    the device that computes with them, a copy with all of them in one piece there. Every process of the group has to
+    call it at the same time."""
+    modules = list(module.modules())
+    weights = [weight for each in modules for weight in each.parameters(recurse=False)]
+    if not any(weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in weights):
+        return module
+    if any(weight.is_meta for weight in weights) and not any(hasattr(each, "_hf_hook") for each in modules):
+        return module  # a target without weights, for whoever asks what fits what
+    copied = copy.copy(module)
+    # Nothing that divides, fetches or hooks goes with the copy.
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        vars(copied).pop(name, None)
+    copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
+    with _in_one_piece(module):
+        copied._parameters = {
+            name: None if weight is None else nn.Parameter(_full(weight), requires_grad=False)
+            for name, weight in module._parameters.items()
+        }
+        copied._buffers = {n: None if b is None else b.clone() for n, b in module._buffers.items()}
+    copied._modules = {name: None if child is None else whole(child) for name, child in module._modules.items()}
+    return copied
+
+
+def _full(weight: torch.Tensor) -> torch.Tensor:
+    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a DTensor
+    return full.detach().clone()
+
+
+@contextlib.contextmanager
+def _in_one_piece(module: nn.Module) -> Iterator[None]:
+    """The module's own weights, where DeepSpeed divides them or accelerate fetches them for every forward."""
+    with contextlib.ExitStack() as stack:
+        if any(hasattr(weight, "ds_id") for weight in module.parameters(recurse=False)):
+            import deepspeed
+
+            stack.enter_context(deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))))
+        if hasattr(module, "_hf_hook"):
+            from accelerate.utils import align_module_device
+
+            stack.enter_context(align_module_device(module, getattr(module._hf_hook, "execution_device", None)))
+        yield
 
 
 def is_plain(weight: Any) -> bool:
@@ -132,6 +201,15 @@ def fingerprint(rows: torch.Tensor) -> str:
     sample = rows.detach()[row.to(rows.device)][:, column.to(rows.device)]
     bits = "".join("1" if positive else "0" for positive in (sample > 0).flatten().tolist())
     return f"{int(bits, 2):0{len(bits) // 4}x}"
+
+
+def _check_width(lm_head: nn.Module, hidden_size: int, name: str, vocab_size: int) -> None:
+    weight = getattr(lm_head, "weight", None)
+    if is_plain(weight) and weight.ndim == 2 and weight.shape[0] >= vocab_size and weight.shape[1] != hidden_size:
+        raise ValueError(
+            f"The lm_head of `{name}` reads {weight.shape[1]} numbers, not its {hidden_size} hidden ones, so no heads "
+            "can be made for it. Speed it up with `prompt_lookup_num_tokens` or a smaller assistant model."
+        )
 
 
 def _check_fingerprint(config: CloverConfig, actual: str) -> None:

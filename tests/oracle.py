@@ -8,6 +8,7 @@ run (they are fed as always), only the tree is another. Random, but the same for
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 from unittest import mock
 
 import torch
@@ -34,7 +35,7 @@ class PlantingGenerator(CloverCandidateGenerator):
         super().keep_rows(rows)
         self.place, self.truth = [self.place[row] for row in rows], self.truth[rows]
 
-    def draft(self, nodes: int, shape: str | None = None) -> Tree:
+    def draft(self, nodes: int, shape: str | None = None, foresight: Any = None) -> Tree:
         if nodes == 0:
             return root_only(self.roots)
         rows = [self._row(row, nodes) for row in range(len(self.place))]

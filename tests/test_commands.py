@@ -495,8 +495,9 @@ def test_differences_are_told_with_their_margin():
 def test_colour_is_for_terminals(target, heads, monkeypatch):
     """What decides is rich's console: the streamer takes whichever standard output is."""
     inputs = make_tokenizer()(PROMPT, return_tensors="pt")
-    for force, has_colour in (("1", True), ("", False)):
-        monkeypatch.setenv("FORCE_COLOR", force)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for has_colour in (True, False):
+        monkeypatch.setenv("FORCE_COLOR", "1") if has_colour else monkeypatch.delenv("FORCE_COLOR")
         monkeypatch.setattr(sys, "stdout", io.StringIO())
         LiveStreamer(make_tokenizer()).generate(target, inputs, heads, max_new_tokens=20)
         assert ("\x1b[1;32m" in sys.stdout.getvalue()) == has_colour

@@ -16,6 +16,8 @@ from hf_clover.decoding.drafting import CloverCandidateGenerator
 
 VOCABULARY = 16
 KINDS = {
+    "clover-x": ("clover-x", {}),
+    "clover-x, deeper than its heads": ("clover-x", {"num_heads": 2, "draft_depth": 6}),
     "clover-2": ("clover-2", {}),
     "clover": ("clover", {}),
     "medusa": ("medusa", {}),

@@ -16,8 +16,26 @@ def tiny(**fields) -> CloverConfig:
     return CloverConfig(**{**TINY, **fields})
 
 
-# What PAPERS.md says of each variant, written down a second time.
-PAPERS = {
+# What PAPERS.md says of each variant, and the experiments of clover-x, written down a second time.
+PRESETS = {
+    "clover-x": dict(
+        num_heads=5,
+        num_augmenting_layers=2,
+        augmenting_block="full",
+        decoder="gated",
+        decoder_position="both",
+        decoder_bias=False,
+        decoder_width=2 * TINY["hidden_size"],
+        entry="fc",
+        regressive=True,
+        output_projector="none",
+        normalize_embeddings=False,
+        normalize_hidden_states=True,
+        loss_type="kl",
+        loss_decay=0.7,
+        hidden_loss_weight=0.0,
+        token_loss_weight=1.0,
+    ),
     "clover-2": dict(
         num_heads=5,
         num_augmenting_layers=2,
@@ -28,7 +46,11 @@ PAPERS = {
         decoder_activation=None,
         regressive=True,
         output_projector="fc",
+        entry="decoder",
         normalize_embeddings=False,
+        normalize_hidden_states=False,
+        embedding_scale=1.0,
+        loss_type="clover-2",
         loss_decay=0.7,
         hidden_loss_weight=10.0,
         token_loss_weight=1.0,
@@ -44,6 +66,8 @@ PAPERS = {
         regressive=True,
         output_projector="residual",
         normalize_embeddings=True,
+        normalize_hidden_states=False,
+        loss_type="clover",
         loss_decay=0.7,
         hidden_loss_weight=0.0,
         token_loss_weight=1.0,
@@ -61,9 +85,12 @@ PAPERS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_is_a_preset(variant):
     config = tiny(variant=variant)
-    assert {field: getattr(config, field) for field in PAPERS[variant]} == PAPERS[variant]
+    assert {field: getattr(config, field) for field in PRESETS[variant]} == PRESETS[variant]
     assert config.draft_depth == config.num_heads
     assert (config.draft_tree, config.draft_top_p, config.draft_min_p) == ("global", 0.8, 0.25)
+
+
+EMPTY = (("medusa", "output_projector", "none"), ("clover-x", "decoder", "none"))  # all heads would be one
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -74,6 +101,10 @@ def test_every_part_of_a_preset_is_a_field(variant):
         for field, value in other.items():
             if value is None:
                 continue  # None asks for the preset
+            if (variant, field, value) in EMPTY:
+                with pytest.raises(ValueError, match=r"output_projector='none'.*without a decoder"):
+                    tiny(variant=variant, **{field: value})
+                continue
             changed = tiny(variant=variant, **{field: value}).to_dict()
             assert changed.pop(field) == value
             expected = {k: v for k, v in preset.items() if k != field}
@@ -220,20 +251,20 @@ def test_fields_can_be_changed_when_loading_and_are_checked(tmp_path):
 NAN = math.nan
 INTEGERS_FROM_1 = (
     *("hidden_size", "num_heads", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
-    *("decoder_num_heads", "max_position_embeddings", "draft_top_k", "draft_beam_width"),
+    *("decoder_num_heads", "decoder_width", "max_position_embeddings", "draft_top_k", "draft_beam_width"),
     *("head_dim", "draft_depth", "draft_vocab_size"),
 )
 SWITCHES = (
     *("regressive", "normalize_embeddings", "decoder_bias", "attention_bias", "attention_output_bias", "mlp_bias"),
-    *("qk_norm", "use_rope"),
+    *("qk_norm", "use_rope", "normalize_hidden_states"),
 )
 NUMBERS = (
     *("rms_norm_eps", "initializer_range", "loss_decay", "hidden_loss_weight", "token_loss_weight"),
-    *("draft_top_p", "draft_min_p"),
+    *("draft_top_p", "draft_min_p", "embedding_scale"),
 )
 CHOICES = (
     *("variant", "augmenting_block", "decoder", "decoder_position", "decoder_activation", "output_projector"),
-    "draft_tree",
+    *("draft_tree", "entry", "loss_type"),
 )
 IMPOSSIBLE = [
     *((field, value) for field in INTEGERS_FROM_1 for value in (0, -1, 2.0, "2", True, 1 << 40)),
@@ -270,6 +301,9 @@ def test_impossible_values_are_refused_by_name(field, value):
         (dict(variant="clover", draft_depth=4), "draft_depth=4.*at most num_heads=3"),
         (dict(regressive=False, draft_depth=6), "draft_depth=6.*at most num_heads=5"),
         (dict(num_heads=1, draft_depth=2), "draft_depth=2.*at most num_heads=1"),
+        (dict(decoder="none", output_projector="none"), "output_projector='none'.*without a decoder"),
+        (dict(variant="clover-x", regressive=False), "output_projector='none'.*or the Regressive Connection"),
+        (dict(variant="clover-x", hidden_size=1 << 17, decoder_width=1 << 20), "hidden_size=.*smaller"),
     ],
 )
 def test_values_that_cannot_be_together_are_refused_by_name(fields, message):
@@ -281,6 +315,10 @@ def test_values_that_cannot_be_together_are_refused_by_name(fields, message):
     "fields",
     [
         dict(draft_depth=9),  # Clover-2's later heads are one network
+        dict(variant="clover-x", num_heads=1, draft_depth=9),  # so are all of clover-x's
+        dict(decoder="gated", decoder_width=7),
+        dict(entry="fc"),
+        dict(decoder_position="both"),
         dict(hidden_size=18, head_dim=4, decoder_num_heads=3),
         dict(hidden_size=12, use_rope=False),
         dict(variant="medusa", hidden_size=12),

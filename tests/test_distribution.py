@@ -1,14 +1,21 @@
-"""Sampled continuations against the exact distribution, for every way to grow a tree."""
+"""Sampled continuations against the exact distribution, for every way to grow a tree.
+
+Two ways. One draws thousands of texts and tests their counts, so that the random numbers are looked at as well. The
+other has no chance in it: where `generate` would throw dice, `Explorer` takes every token that has a chance, one after
+the other, so that the probability of every text is summed up exactly, with heads as without.
+"""
 
 import itertools
 import math
+from collections import defaultdict
 
 import pytest
 import torch
 from fitting import fit
-from zoo import build
+from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
+from hf_clover.decoding import loop
 
 VOCABULARY, STEPS, ROWS, ROUNDS = 6, 3, 500, 44  # 22,000 continuations of 3 tokens
 PROMPT = torch.tensor([[1, 4, 2, 5, 3]])
@@ -89,3 +96,136 @@ def test_the_test_can_fail(model):
     warmer = (expected**0.8) / (expected**0.8).sum()
     observed = torch.bincount(torch.multinomial(warmer, 20_000, replacement=True), minlength=len(expected))
     assert chi_square_p(observed.double(), expected * 20_000) < 1e-6
+
+
+# ---------------------------------------------------------------------- every text there is
+
+
+class Explorer:
+    """The choices of one row: `choose` follows a path of them, and `next_path` goes to the next."""
+
+    def __init__(self):
+        self.path, self.done = [], False  # [which of the possible tokens, how many there are] for each step
+        self.restart()
+
+    def restart(self):
+        self.step, self.probability = 0, 1.0
+
+    def choose(self, probs):
+        possible = probs.nonzero().flatten().tolist()
+        if self.step == len(self.path):
+            self.path.append([0, len(possible)])
+        token = possible[self.path[self.step][0]]
+        self.step += 1
+        self.probability *= float(probs[token] / probs.sum())
+        return token
+
+    def next_path(self):
+        while self.path and self.path[-1][0] + 1 == self.path[-1][1]:
+            self.path.pop()
+        self.done = self.done or not self.path
+        if self.path:
+            self.path[-1][0] += 1
+
+
+def every_text(model, inputs, monkeypatch, **options):
+    """Per row the probability of every text that `generate` may write, and how many drafts were accepted."""
+    rows = [Explorer() for _ in inputs["input_ids"]]
+
+    def multinomial(probs, num_samples):
+        is_asked = [not bool((row == 1).all()) for row in probs]  # others only hold a place in the batch
+        chosen = [row.choose(p) if asked else 0 for row, p, asked in zip(rows, probs, is_asked, strict=True)]
+        return torch.tensor(chosen)[:, None]
+
+    texts, accepted = [defaultdict(float) for _ in rows], 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "multinomial", multinomial)
+        while not all(row.done for row in rows):
+            out = model.generate(
+                **inputs, do_sample=True, max_new_tokens=STEPS, pad_token_id=0, return_dict_in_generate=True, **options
+            )
+            accepted += out.speculation.accepted_tokens if "assistant_model" in options else 0
+            for row, text, sequence in zip(rows, texts, out.sequences.tolist(), strict=True):
+                if not row.done:
+                    text[tuple(sequence[-STEPS:])] += row.probability
+                row.restart()
+                row.next_path()
+    assert all(sum(text.values()) == pytest.approx(1, abs=1e-4) for text in texts), "all texts, each once"
+    return texts, accepted
+
+
+PROCESSING = {
+    "temperature and top-k": {"temperature": 1.3, "top_k": 3},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.15},
+    "repetition penalty": {"repetition_penalty": 1.5, "top_k": 3},
+    "n-grams": {"no_repeat_ngram_size": 1, "top_k": 3},
+    "bad words": {"bad_words_ids": [[2], [3, 4]], "top_k": 3},
+    "min length": {"min_new_tokens": 2, "eos_token_id": [1, 4], "top_k": 3},
+    "ends": {"eos_token_id": [2, 5], "temperature": 0.8, "typical_p": 0.9},
+    "all": {"temperature": 0.9, "top_k": 5, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2}
+    | {"no_repeat_ngram_size": 2, "bad_words_ids": [[5, 5]], "sequence_bias": [[[3], 0.7]]},
+}
+SHAPES = {"one": (5,), "ragged": (5, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def fitted(model):
+    return fit(CloverHeads.from_target(model), model, temperature=1.3)
+
+
+def assert_same(texts, expected):
+    for mine, its in zip(texts, expected, strict=True):
+        assert mine.keys() == its.keys()
+        assert all(mine[text] == pytest.approx(its[text], abs=1e-4) for text in its)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", PROCESSING)
+def test_every_text_has_its_probability(model, fitted, monkeypatch, name, shape):
+    inputs = ragged_batch(VOCABULARY, SHAPES[shape], seed=1)
+    expected, _ = every_text(model, inputs, monkeypatch, **PROCESSING[name])
+    assert min(len(text) for text in expected) > 4
+    for tree in ("global", "levels", "chain"):
+        monkeypatch.setattr(fitted.config, "draft_tree", tree)
+        options = {"assistant_model": fitted, "num_assistant_tokens": 7}
+        texts, accepted = every_text(model, inputs, monkeypatch, **options, **PROCESSING[name])
+        assert_same(texts, expected)
+        assert accepted > len(expected[0]) / 4, "a test that accepts nothing proves nothing"
+
+
+def lossy(tree, logits, text):
+    """A walk that likes what was drafted a little better than the target does."""
+    for row, node in tree.valid[:, 1:].nonzero().tolist():
+        logits[row, tree.parents[row, node + 1], tree.tokens[row, node + 1]] += 0.05
+    return replay(tree, logits, text)
+
+
+replay = loop.replay
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_lossy_walk_is_found(model, fitted, monkeypatch, shape):
+    inputs = ragged_batch(VOCABULARY, SHAPES[shape], seed=1)
+    expected, _ = every_text(model, inputs, monkeypatch, top_k=3)
+    options = {"assistant_model": fitted, "num_assistant_tokens": 7, "top_k": 3}
+    assert_same(every_text(model, inputs, monkeypatch, **options)[0], expected)
+    monkeypatch.setattr(loop, "replay", lossy)
+    with pytest.raises(AssertionError):
+        assert_same(every_text(model, inputs, monkeypatch, **options)[0], expected)
+
+
+@pytest.mark.parametrize("tree", ["global", "levels", "chain"])
+def test_one_seed_gives_one_text(model, fitted, monkeypatch, tree):
+    monkeypatch.setattr(fitted.config, "draft_tree", tree)
+    accepted = 0
+    for seed in range(5):
+        options = {"do_sample": True, "temperature": 1.3, "max_new_tokens": 30}
+        torch.manual_seed(seed)
+        plain, after = model.generate(PROMPT, **options), torch.rand(1)
+        torch.manual_seed(seed)
+        ours = model.generate(PROMPT, **options, assistant_model=fitted, return_dict_in_generate=True)
+        assert torch.equal(ours.sequences, plain)
+        assert torch.equal(torch.rand(1), after)
+        accepted += ours.speculation.accepted_tokens
+    assert accepted > 20

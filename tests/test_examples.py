@@ -145,5 +145,5 @@ def test_train_is_the_command_line_program(tmp_path):
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     subprocess.run([sys.executable, EXAMPLES / "train.py", *words], capture_output=True, text=True, check=True)
-    assert AutoModel.from_pretrained(tmp_path / "out").config.variant == "clover-2"
+    assert AutoModel.from_pretrained(tmp_path / "out").config.variant == "clover-x"
     assert "How they were trained" in (tmp_path / "out" / "README.md").read_text()

@@ -130,7 +130,7 @@ def test_tied_embeddings(tmp_path):
     heads.save_pretrained(tmp_path)
     again = CloverHeads.from_pretrained(tmp_path).bind(target)
     ids = random_ids(1, 5)
-    assert torch.equal(again.embed(ids), target.lm_head.weight[ids])
+    assert torch.equal(again.embed(ids), target.lm_head.weight[ids] * heads.config.embedding_scale)
     assert again.score(torch.eye(32)).equal(target.lm_head(torch.eye(32)))
 
 
@@ -201,7 +201,7 @@ def check_the_copies(model: nn.Module, heads: CloverHeads, copied: tuple[str, ..
 @pytest.mark.parametrize("name", COPIED)
 def test_a_copied_half_computes_what_the_targets_does(name, log):
     model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     check_the_copies(model, heads, COPIED[name])
     said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
     fresh = {"attention", "MLP"} - set(COPIED[name])
@@ -250,7 +250,7 @@ def test_the_final_norm_is_copied(name):
 @pytest.mark.parametrize("name", ["llama", "llama_bias", "llama_tied", "qwen2", "qwen3", "mistral", "smollm3"])
 def test_copies_are_exact(name, dtype):
     model = build(name, vocab_size=VOCABULARY, dtype=dtype)
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     assert heads.dtype == dtype
     theirs = last_layer(model).state_dict()
     for layer in heads.layers:
@@ -270,7 +270,7 @@ def test_copies_are_exact(name, dtype):
 
 def test_fused_projections_are_split():
     model = build("phi3", vocab_size=VOCABULARY)
-    heads, layer = CloverHeads.from_target(model), last_layer(model)
+    heads, layer = CloverHeads.from_target(model, "clover-2"), last_layer(model)
     fused = layer.self_attn.qkv_proj.weight
     for ours in heads.layers:
         assert torch.equal(ours.self_attn.q_proj.weight, fused[:64])
@@ -287,7 +287,7 @@ def test_factors_of_the_target_are_in_the_copy():
     layer = last_layer(model)
     assert layer.self_attn.scaling == 0.3
     assert layer.residual_multiplier == 0.8
-    ours = CloverHeads.from_target(model).layers[0]
+    ours = CloverHeads.from_target(model, "clover-2").layers[0]
     torch.testing.assert_close(ours.self_attn.q_proj.weight, layer.self_attn.q_proj.weight * 0.3 * 4)
     torch.testing.assert_close(ours.mlp.down_proj.weight, layer.mlp.down_proj.weight * 0.8)
     assert torch.equal(ours.self_attn.k_proj.weight, layer.self_attn.k_proj.weight)
@@ -311,13 +311,13 @@ def test_factors_of_the_target_are_in_the_copy():
 )
 def test_rotary_embeddings_are_the_targets(rope):
     model = make_llama(rope_parameters=rope, hidden_size=64)
-    check_the_copies(model, CloverHeads.from_target(model), ("attention", "MLP"), length=40)
+    check_the_copies(model, CloverHeads.from_target(model, "clover-2"), ("attention", "MLP"), length=40)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_multi_query_and_grouped_query_attention(kv_heads):
     model = make_llama(num_key_value_heads=kv_heads, head_dim=6, hidden_size=64)
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     assert (heads.config.num_key_value_heads, heads.config.head_dim) == (kv_heads, 6)
     check_the_copies(model, heads, ("attention", "MLP"))
 
@@ -333,7 +333,7 @@ def test_norms_that_multiply_by_one_plus_their_weight():
         head_dim=8,
     )
     model = stir(GemmaForCausalLM(config)).eval()
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     check_the_copies(model, heads, ("attention", "MLP"))
     assert torch.equal(heads.norm.weight, 1 + model.model.norm.weight)
     check_that_the_final_norm_is_copied(model, heads)
@@ -359,7 +359,7 @@ def test_the_scale_of_a_layer_norm_with_outliers_in_its_bias():
 )
 def test_a_block_of_another_shape_starts_fresh(name, fields, fresh, log):
     model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model, **fields)
+    heads = CloverHeads.from_target(model, "clover-2", **fields)
     said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
     assert len(said) == 1
     assert f"{fresh} (" in said[0]
@@ -377,7 +377,7 @@ def test_without_a_block_there_is_nothing_to_say(fields, log):
 @pytest.mark.parametrize("half", ["attention", "mlp"])
 def test_half_a_block_is_copied_too(half, log):
     model = build("llama", vocab_size=VOCABULARY)
-    layer = CloverHeads.from_target(model, augmenting_block=half).layers[0].state_dict()
+    layer = CloverHeads.from_target(model, "clover-2", augmenting_block=half).layers[0].state_dict()
     theirs = last_layer(model).state_dict()
     assert layer.keys() < theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in layer.items())
@@ -388,7 +388,7 @@ def test_a_target_in_training_mode_is_read_without_dropout_and_left_as_it_was():
     model = make_llama(attention_dropout=0.9, hidden_size=64).train()
     model.model.norm.eval()
     modes = [module.training for module in model.modules()]
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(heads.layers[0].self_attn.q_proj.weight, last_layer(model).self_attn.q_proj.weight)
 
@@ -455,7 +455,7 @@ def quantise(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
 def test_a_quantised_target(name, kind, log):
     """Its last layer is copied by what it does; its input embedding serves as E, said once."""
     model = quantise(build(name, vocab_size=VOCABULARY), kind)
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     check_the_copies(model, heads, ("attention", "MLP"))
     assert heads.dtype == torch.float32
     ids = random_ids(2, 6)
@@ -464,7 +464,7 @@ def test_a_quantised_target(name, kind, log):
     assert torch.equal(heads.score(x), model.lm_head(x))
     assert heads(torch.randn(2, 6, 64), ids).head_outputs.isfinite().all()
     assert heads.config.target_fingerprint is None
-    CloverHeads.from_target(model)
+    CloverHeads.from_target(model, "clover-2")
     said = [record.getMessage() for record in log.records]
     assert len(said) == 1
     assert "input embedding serves as the heads' token embedding" in said[0]
@@ -525,7 +525,7 @@ def test_a_target_with_lora(wraps_lm_head):
     base_logits = model.lm_head(torch.eye(64))
     modules = ["q_proj", "down_proj", *(["lm_head"] if wraps_lm_head else [])]
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=modules, init_lora_weights=False)).eval()
-    heads = CloverHeads.from_target(wrapped)
+    heads = CloverHeads.from_target(wrapped, "clover-2")
     check_the_copies(wrapped, heads, ("attention", "MLP"))
     q_proj = last_layer(wrapped).self_attn.q_proj
     assert not torch.allclose(heads.layers[0].self_attn.q_proj.weight, q_proj.base_layer.weight, atol=1e-2)

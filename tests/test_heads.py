@@ -238,8 +238,22 @@ OTHERS = [
     dict(use_rope=False),
     dict(variant="clover", normalize_embeddings=False, decoder_bias=True, decoder_activation=None),
     dict(normalize_embeddings=True, decoder_bias=False, decoder_activation="silu", decoder_num_heads=2),
-    dict(num_heads=1, regressive=False),
-    dict(num_heads=2, regressive=False),
+    dict(variant="clover-2", num_heads=1, regressive=False),
+    dict(variant="clover-2", num_heads=2, regressive=False),
+    dict(variant="clover-2", decoder="gated"),
+    dict(variant="clover-2", entry="fc"),
+    dict(variant="clover-2", decoder_position="both"),
+    dict(variant="clover-2", output_projector="none"),
+    dict(variant="clover", decoder="gated", regressive=False),
+    dict(variant="medusa", normalize_hidden_states=True),
+    dict(decoder="attention"),
+    dict(decoder="mlp"),
+    dict(decoder_bias=True, decoder_width=5),
+    dict(decoder_position="before"),
+    dict(decoder_position="after", augmenting_block="none"),
+    dict(entry="decoder"),
+    dict(output_projector="fc"),
+    dict(output_projector="residual"),
 ]
 
 
@@ -292,7 +306,7 @@ def assert_uniform(x: torch.Tensor) -> None:
 
 def test_clover_2_starts_as_in_the_paper():
     target = make_target()
-    heads = CloverHeads.from_target(target)
+    heads = CloverHeads.from_target(target, "clover-2")
     eye = torch.eye(SIZE)
     for decoder in (heads.entry_decoder, heads.decoder):
         assert_uniform(decoder.q.weight - eye)
@@ -363,7 +377,7 @@ def test_a_seed_gives_the_same_heads():
     made = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        made.append(CloverHeads.from_target(target).state_dict())
+        made.append(CloverHeads.from_target(target, "clover-2").state_dict())
     assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
     assert not torch.equal(made[0]["decoder.v.weight"], made[2]["decoder.v.weight"])
 
@@ -471,7 +485,7 @@ with torch.no_grad():
     out = heads.bind(target)(given["hidden"], given["ids"]).head_outputs
 assert "hf_clover" not in sys.modules
 assert type(heads).__module__.startswith("transformers_modules"), type(heads)
-assert heads.config.model_type == "clover" and heads.config.variant == "clover-2"
+assert heads.config.model_type == "clover" and heads.config.variant == "clover-x"
 assert heads.generation_config.num_assistant_tokens == 7
 torch.testing.assert_close(out, given["out"], atol=1e-6, rtol=1e-6)
 assert AutoConfig.from_pretrained(f"{folder}/heads", trust_remote_code=True).num_heads == 5
@@ -619,7 +633,8 @@ def test_draft_vocabulary_with_a_bias_a_scale_and_a_soft_cap():
 def test_normalised_embeddings():
     target = make_target()
     ids = torch.arange(VOCABULARY)
-    rows = make_heads(target).embed(ids)
+    rows = make_heads(target, variant="clover-2").embed(ids)
     assert torch.equal(rows, target.lm_head.weight)
+    torch.testing.assert_close(make_heads(target, embedding_scale=3.0).embed(ids), 3 * rows)
     normalised = make_heads(target, normalize_embeddings=True).embed(ids)
     torch.testing.assert_close(normalised, rows / rows.norm(dim=-1, keepdim=True))

@@ -35,7 +35,7 @@ seconds = time.perf_counter() - start
 heavy = {"torch", "trl", "peft", "datasets", "matplotlib"} & set(sys.modules)
 assert not heavy, heavy
 assert seconds < 0.5, seconds
-assert not [name for name in sys.modules if name.startswith("hf_clover.") and name != "hf_clover._lazy"]
+assert {name for name in sys.modules if name.startswith("hf_clover.")} == {"hf_clover._lazy", "hf_clover._versions"}
 
 from hf_clover import CloverConfig, CloverHeads, TreeCache, install_hook  # lazy attributes
 assert CloverHeads.__module__ == "hf_clover.modeling_clover"

@@ -12,7 +12,6 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads
-from hf_clover.decoding import hook
 
 VOCABULARY, NEW = 16, 30
 
@@ -140,18 +139,3 @@ def test_another_library_may_wrap_after_us(model, inputs):
     finally:
         GenerationMixin._assisted_decoding = ours
         hf_clover.install_hook()
-
-
-def test_a_transformers_without_a_name_we_need_says_so(monkeypatch):
-    hf_clover.uninstall_hook()
-    monkeypatch.setattr(hook, "PRIVATE_NAMES", (*hook.PRIVATE_NAMES, "_renamed_since"))
-    try:
-        with pytest.warns(
-            UserWarning, match=r"no `GenerationMixin._renamed_since`, so the generate hook is not installed"
-        ):
-            hf_clover.install_hook()
-        assert not hook._installed
-    finally:
-        monkeypatch.undo()
-        hf_clover.install_hook()
-    assert set(hook._installed) == set(hook.HOOKED_NAMES)

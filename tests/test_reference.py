@@ -125,7 +125,7 @@ def test_an_imported_checkpoint_is_saved_as_any_other(case, tmp_path):
 
 def test_heads_from_the_target_start_as_the_references_do(case):
     """Exactly where the reference copies, and from the same distribution where it draws."""
-    heads = CloverHeads.from_target(case.target)
+    heads = CloverHeads.from_target(case.target, "clover-2")
     drawn = {"q.weight", "k.weight", "v.weight", "clover_head_mlp.weight", "clover_head_mlp2.weight"}
     prefixes = {
         "clover_head_mlp_rnn.": "entry_decoder.",

@@ -15,6 +15,13 @@ VOCABULARY = 16
 LOOKED_UP = {
     "clover-2": ("clover-2", {}),
     "clover": ("clover", {}),
+    "clover-x": ("clover-x", {}),
+    "gated decoder with a projector": ("clover-x", {"output_projector": "fc", "decoder_width": 5}),
+    "gated decoder with biases and residual blocks": (
+        "clover-x",
+        {"output_projector": "residual", "decoder_bias": True, "decoder_position": "before"},
+    ),
+    "attention without a projector": ("clover-x", {"decoder": "attention", "decoder_num_heads": 4}),
     "residual blocks": ("clover-2", {"output_projector": "residual"}),
     "first decoder after the block": ("clover-2", {"decoder_position": "after"}),
     "one decoder head": ("clover-2", {"decoder_num_heads": 1}),
@@ -116,6 +123,24 @@ def test_adapters_and_hooks_are_not_passed_by(target):
     assert stepper(heads) == heads.step
     handle.remove()
     assert stepper(heads) != heads.step
+
+
+def test_adapters_and_hooks_on_a_gated_decoder(target):
+    peft = pytest.importorskip("peft")
+    heads = lively_heads(target, "clover-x", {})
+    calls = []
+    handle = heads.decoder.gate_up.register_forward_hook(lambda *_: calls.append(1))
+    assert stepper(heads) == heads.step
+    handle.remove()
+    assert stepper(heads) != heads.step
+    for module, is_looked_up in (("decoder.gate_up", False), ("decoder.down", True)):
+        adapted = peft.get_peft_model(
+            copy.deepcopy(heads), peft.LoraConfig(target_modules=[module], init_lora_weights=False)
+        ).base_model.model.bind(target)
+        fast = stepper(adapted)
+        assert (fast != adapted.step) == is_looked_up
+        with torch.no_grad():
+            assert_same(fast, adapted.step, adapted)
 
 
 def test_a_table_goes_with_its_heads(target):

@@ -107,7 +107,6 @@ def assert_is_tree(tree: Tree, table: Table, budget: int) -> None:
 
 
 def same_row(tree: Tree, row: int, other: Tree, other_row: int) -> None:
-    assert tree.max_depth == other.max_depth
     for name in ("tokens", "parents", "depths", "valid"):
         assert torch.equal(getattr(tree, name)[row], getattr(other, name)[other_row]), name
     torch.testing.assert_close(tree.log_probs[row], other.log_probs[other_row], rtol=0, atol=1e-5)
@@ -362,9 +361,12 @@ def test_rows_are_independent(grow, seed, vocabulary, depth, nodes, batch):
     backwards = Table(seed, vocabulary, list(reversed(range(batch))))
     reversed_tree = grow(backwards, backwards.root, nodes, depth)
     for row in range(batch):
-        alone = Table(seed, vocabulary, [row])
-        same_row(together, row, grow(alone, alone.root, nodes, depth), 0)
+        table = Table(seed, vocabulary, [row])
+        alone = grow(table, table.root, nodes, depth)
+        same_row(together, row, alone, 0)
         same_row(together, row, reversed_tree, batch - 1 - row)
+        # On a CPU a batch is looked at as deep as its deepest row needs: `max_depth` is a bound for all rows.
+        assert alone.depths.max() <= alone.max_depth <= together.max_depth == reversed_tree.max_depth
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 12, 38, 39, 40, 100])

@@ -193,7 +193,7 @@ def compare(model: PreTrainedModel, heads: CloverHeads, plain: dict[tuple[int, .
 class PlantingChain(PlantingGenerator):
     """What tests/oracle.py does for trees, for transformers' own assisted loop."""
 
-    def draft(self, nodes: int, shape: str | None = None) -> Tree:
+    def draft(self, nodes: int, shape: str | None = None, foresight: Any = None) -> Tree:
         rest = self.truth[:, self.place[0] :]
         known = rest[:, : self.rng.randint(0, nodes)]
         wrong = rest[:, known.shape[1] :][:, :1] % 50 + 1

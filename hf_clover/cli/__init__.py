@@ -11,9 +11,12 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .environment import env
 from .measuring import benchmark, plot
 from .options import ManyValues
+from .serving import serve
 from .training import push, regenerate, train
+from .verifying import verify
 from .writing import chat, generate
 
 app = typer.Typer(
@@ -44,13 +47,16 @@ def options(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command(cls=ManyValues)(benchmark)
+app.command(cls=ManyValues)(verify)
 app.command()(plot)
 app.command(context_settings=PASS_THROUGH, add_help_option=False, options_metavar="[--config FILE] [trl's options]")(
     train
 )
 app.command()(regenerate)
 app.command()(push)
+app.command()(env)
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def chat(
     A target without a chat template continues your text. In green: the tokens that came free. Ctrl-C stops an
     answer; /exit or Ctrl-D leaves; /help says more.
 
-    Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-2
+    Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
     from rich.console import Console

@@ -6,6 +6,10 @@ twin. With a mask, sdpa copies keys and values for every query head, in every la
 query heads that share a key head stand behind one another as rows of one head, as transformers does for one token.
 Its masks have their rows repeated as often (`shared_heads`), once for all layers.
 
+Other threads may run the same target meanwhile, with drafts or without, and may have begun before and end after: the
+implementation lies in the target's config, which all share. So what is put there does for every other forward what
+the target's own would have done. Trees are known by their masks, which no other forward has.
+
 Shapes: B batch, H query heads, K key heads, G = H / K, n tree nodes, C cache columns, D size of a head.
 """
 
@@ -20,7 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PACKED = "clover_packed_sdpa"
 TREE_ATTENTION = ("sdpa", "eager")  # transformers' implementations that take a mask of any shape
@@ -52,6 +57,36 @@ def packed_attention(
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 
+_besides: dict[str, str] = {}  # implementation -> the one that adds trees to it
+
+
+def _with_trees(implementation: str) -> str:
+    """The name of `packed_attention` for trees and `implementation`, which takes no such masks, for all else."""
+    if implementation == "sdpa":
+        return PACKED
+    if implementation not in _besides:
+        masks = ALL_MASK_ATTENTION_FUNCTIONS
+
+        def attention(
+            module: nn.Module,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attention_mask: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[torch.Tensor, Any]:
+            is_tree = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
+            chosen = packed_attention if is_tree else ALL_ATTENTION_FUNCTIONS[implementation]
+            return chosen(module, query, key, value, attention_mask, *args, **kwargs)
+
+        # No name that tells of flash attention, for which transformers has ways of its own.
+        name = _besides[implementation] = f"{PACKED}_or_another_{len(_besides)}"
+        AttentionInterface.register(name, attention)
+        if implementation in masks:
+            AttentionMaskInterface.register(name, masks[implementation])
+    return _besides[implementation]
+
 
 never_packed: WeakSet[PreTrainedModel] = WeakSet()  # targets that do more with their mask than attend by it
 
@@ -81,13 +116,14 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
         inside, before = _switched.get(target, (0, []))
         if not inside:
             before = [(config, config._attn_implementation) for config in _configs_of(target)]
-            groups = shared_heads(target)
-            if target.config._attn_implementation not in TREE_ATTENTION:
+            own, groups = target.config._attn_implementation, shared_heads(target)
+            is_to_be_replaced = own not in TREE_ATTENTION or (own == "sdpa" and groups > 1)
+            if is_to_be_replaced and not _is_looked_up(target, own):
                 target.set_attn_implementation("sdpa")
-            if groups > 1:
-                for config in _configs_of(target):
-                    if config._attn_implementation == "sdpa":
-                        config._attn_implementation_internal = PACKED
+            elif is_to_be_replaced:
+                for config, implementation in before:
+                    if implementation == own:
+                        config._attn_implementation_internal = _with_trees(own)
         _switched[target] = (inside + 1, before)
     try:
         yield "eager" if target.config._attn_implementation == "eager" else "sdpa"
@@ -99,6 +135,11 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
             else:
                 for config, implementation in before:
                     config._attn_implementation_internal = implementation
+
+
+def _is_looked_up(target: PreTrainedModel, implementation: str) -> bool:
+    """Whether the target's layers look it up anew at every forward; older ones are made for one implementation."""
+    return getattr(target, "_supports_attention_backend", False) and implementation in ALL_ATTENTION_FUNCTIONS
 
 
 def _configs_of(target: nn.Module) -> list[Any]:

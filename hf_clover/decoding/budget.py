@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..modeling_clover import CloverHeads
+from ..target_parts import device_of
 from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
@@ -197,6 +198,9 @@ class AutomaticBudget:
         if tree.size == 1:
             return tree
         log_probs = tree.log_probs[:, 1:].cpu()[list(rows)]  # [rows, N]; the one wait for the draft
+        if not bool((log_probs[:, 0] > -torch.inf).any()):
+            self.log_probs = log_probs
+            return tree  # nothing to choose from; the walk will say so
         best = self._best(log_probs)
         self.chosen.append(best)
         larger = (size for size in self.sizes if size > best)
@@ -307,4 +311,4 @@ def make_budget(
         return FixedBudget(asked)
     ceiling = min(limit for limit in (asked, room, SIZES[-1]) if limit is not None)
     experience = _experience.setdefault(target, WeakKeyDictionary()).setdefault(heads, Experience())
-    return AutomaticBudget(experience, max(ceiling, 0), (target.device, target.dtype, mode), picking)
+    return AutomaticBudget(experience, max(ceiling, 0), (device_of(target), target.dtype, mode), picking)

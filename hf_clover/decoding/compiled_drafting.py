@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from ..modeling_clover import CloverHeads
 from .compiled import StaticTreeCache, compiled_function, lent_cache
 from .drafting import BLOCK, CloverCandidateGenerator, Settled, grow
+from .foresight import Foresight
 from .masks import additive, visible_columns
 from .token_tables import Step, stepper
 from .tree import Tree, root_only
@@ -58,7 +59,7 @@ class CompiledDrafter(CloverCandidateGenerator):
         """Not from turn to turn: the heads' own cache is lent for one call."""
 
     @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None) -> Tree:
+    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
         self._step = self._step or stepper(self.heads)
@@ -67,7 +68,7 @@ class CompiledDrafter(CloverCandidateGenerator):
         new = self._take_in_all_but_a_step()
         counts = torch.tensor(new.counts, device=self.roots.device)  # [B]
         capacity = None if self.cache is None else self.cache.capacity
-        sizes = (len(self.roots), capacity, nodes, shape)
+        sizes = (len(self.roots), capacity, nodes, shape, foresight and foresight.temperature)
         run = compiled_function(draft_step, self.compile_config, self.heads, sizes)
         values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
         # Copies of one layout each: another stride, or two that are one tensor, would make another graph.
@@ -76,6 +77,7 @@ class CompiledDrafter(CloverCandidateGenerator):
             state, *tree = run(
                 *(self.heads, self.cache, self._step, nodes, shape or self.config.draft_tree),
                 *values,
+                foresight,
             )
         if state.is_cuda:  # the next replay of the graph writes over these
             state, *tree = (value.clone() for value in (state, *tree))
@@ -167,8 +169,9 @@ def draft_step(
     counts: torch.Tensor,
     state: torch.Tensor,
     roots: torch.Tensor,
+    foresight: Foresight | None,
 ) -> tuple[torch.Tensor, ...]:
     """`take_in`, then the tree's tensors."""
     state = take_in(heads, cache, hidden, next_tokens, positions, counts, state)
-    tree = grow(heads, step, state, roots, nodes, shape)
+    tree = grow(heads, step, state, roots, nodes, shape, foresight)
     return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid

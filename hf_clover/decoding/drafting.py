@@ -2,8 +2,8 @@
 
 Contract: `CloverCandidateGenerator` is fed what the target has just settled (hidden states and the tokens after
 them) and drafts from there. `draft()` gives a tree; `get_candidates()` gives a chain, for transformers' own assisted
-loop. It never looks at the target's logits or random numbers, which is what makes the loop lossless, and uses no
-random numbers of its own.
+loop. It never looks at the target's logits and uses no random numbers of its own; it may be told those that plain
+generate is about to use (`foresight.py`).
 
 Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V vocabulary.
 """
@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from ..modeling_clover import CloverHeads
 from .cache import TreeCache
+from .foresight import Foresight
 from .token_tables import Step, stepper
-from .tree import Tree, grow_chain, grow_global, grow_levels, root_only
+from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only
 
 logger = logging.get_logger(__name__)
 
@@ -79,10 +80,17 @@ class Settled:
         return values[torch.arange(len(self.counts), device=values.device), last]
 
 
-def grow(heads: CloverHeads, step: Step, state: torch.Tensor, roots: torch.Tensor, nodes: int, shape: str) -> Tree:
+def grow(
+    heads: CloverHeads,
+    step: Step,
+    state: torch.Tensor,
+    roots: torch.Tensor,
+    nodes: int,
+    shape: str,
+    foresight: Foresight | None = None,
+) -> Tree:
     """The tree below `roots` [B], drafted from `state` [B, d]."""
     config = heads.config
-    vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
     states = state[:, None]  # [B, W, d] of the beams of the level before
 
     def expand(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -95,12 +103,25 @@ def grow(heads: CloverHeads, step: Step, state: torch.Tensor, roots: torch.Tenso
         out, states = step(level, states, tokens)
         return heads.score(out)  # [B, W, V]
 
-    depth = config.draft_depth
+    return grow_in_shape(heads, expand, roots, nodes, shape, foresight)
+
+
+def grow_in_shape(
+    heads: CloverHeads, expand: Expand, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None = None
+) -> Tree:
+    """The tree below `roots` [B], whatever `expand` makes of a level."""
+    config = heads.config
+    vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
+
+    def foreseen(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+        return foresight.weigh(level, expand(level, chosen, tokens), vocabulary)
+
+    score, depth = expand if foresight is None else foreseen, config.draft_depth
     if shape == "levels":
-        return grow_levels(expand, roots, nodes, depth, config.draft_top_p, config.draft_min_p, vocabulary)
+        return grow_levels(score, roots, nodes, depth, config.draft_top_p, config.draft_min_p, vocabulary)
     if shape == "chain":
-        return grow_chain(expand, roots, nodes, depth, vocabulary)
-    return grow_global(expand, roots, nodes, depth, config.draft_beam_width, config.draft_top_k, vocabulary)
+        return grow_chain(score, roots, nodes, depth, vocabulary)
+    return grow_global(score, roots, nodes, depth, config.draft_beam_width, config.draft_top_k, vocabulary)
 
 
 class CloverCandidateGenerator(CandidateGenerator):
@@ -214,13 +235,13 @@ class CloverCandidateGenerator(CandidateGenerator):
     # ------------------------------------------------------------------ drafting
 
     @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None) -> Tree:
+    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
         """A tree of `nodes` nodes below the last emitted tokens (none if `nodes` is 0), of the config's shape."""
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
         self._catch_up()
         self._step = self._step or stepper(self.heads)
-        return grow(self.heads, self._step, self.state, self.roots, nodes, shape or self.config.draft_tree)
+        return grow(self.heads, self._step, self.state, self.roots, nodes, shape or self.config.draft_tree, foresight)
 
     # ------------------------------------------------------------------ transformers' own assisted loop
 

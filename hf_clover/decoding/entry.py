@@ -12,13 +12,14 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 
 from ..modeling_clover import CloverHeads
-from ..target_parts import unwrap
+from ..target_parts import device_of, unwrap
 from .budget import SIZES, check_nodes
 from .drafting import CloverCandidateGenerator
-from .hook import original
+from .hook import original, why_unavailable
 from .loop import CloverGenerateOutput, speculate
+from .ranks import share_random_state
 from .record import Speculation, report
-from .support import choose_route, warn
+from .support import Route, choose_route, warn
 from .verify import capture_before_final_norm
 from .walk import Text
 
@@ -47,9 +48,14 @@ def generate_with(
     check_nodes(num_assistant_tokens)
     place_heads(heads, model)
     heads.bind(model)
+    share_random_state(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     text = Text.start(*arguments, streamer)
-    route = choose_route(model, text, generation_config, model_kwargs)
+    lacking = why_unavailable(model)
+    if lacking is None:
+        route = choose_route(model, text, generation_config, model_kwargs)
+    else:
+        route = Route("plain", f"transformers has {lacking}")
     options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
     if route.method == "tree":
         budget = {"num_assistant_tokens": num_assistant_tokens, "is_ceiling": schedule not in (None, "constant")}
@@ -59,12 +65,7 @@ def generate_with(
         warn(f"`{name}` cannot verify a tree ({route.reason}); one chain at a time is drafted instead")
         return _assisted_by_chain(model, heads, arguments, num_assistant_tokens, options, route.reason)
     warn(f"`{name}` cannot verify drafts here ({route.reason}); plain generate is used instead")
-    result = model._sample(*arguments, **options)
-    sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    steps = sequences.shape[1] - input_ids.shape[1]
-    stats = Speculation(method="plain", reason=route.reason, target_forwards=steps)
-    stats.new_tokens = stats.row_forwards = steps * len(sequences)
-    return _with_speculation(result, stats)
+    return with_plain_record(model._sample(*arguments, **options), input_ids.shape[1], route.reason)
 
 
 def _first_set(name: str, settings: tuple[tuple[GenerationConfig, str], ...]) -> Any:
@@ -88,6 +89,20 @@ class _DrivenTarget:
         return self._generator
 
 
+class _OneByOne:
+    """A streamer that is told of a chain's tokens as of plain generate's."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+
+    def put(self, tokens: torch.Tensor) -> None:
+        for token in tokens.flatten().split(1):
+            self._streamer.put(token)
+
+    def end(self) -> None:
+        self._streamer.end()
+
+
 def _assisted_by_chain(
     model: PreTrainedModel, heads: CloverHeads, arguments: tuple, asked: int | None, options: dict, reason: str | None
 ) -> Any:
@@ -100,6 +115,8 @@ def _assisted_by_chain(
         max_length=criteria.max_length or generation_config.max_length,
         eos=generation_config._eos_token_tensor,
     )
+    if options["streamer"] is not None:
+        options = {**options, "streamer": _OneByOne(options["streamer"])}
     loop = original("_assisted_decoding")
     with capture_before_final_norm(model, captured):
         result = loop(_DrivenTarget(model, generator), *arguments, inputs_tensor=input_ids, **options)
@@ -107,6 +124,15 @@ def _assisted_by_chain(
     stats = Speculation(method="chain", reason=reason, new_tokens=sequences.shape[1] - input_ids.shape[1])
     stats.target_forwards = stats.row_forwards = generator.forwards
     stats.accepted_tokens = stats.new_tokens - stats.target_forwards
+    return _with_speculation(result, stats)
+
+
+def with_plain_record(result: Any, prompt_length: int, reason: str | None) -> Any:
+    """What plain generate gave, with the record of it: one token a forward, and why."""
+    sequences = result if isinstance(result, torch.Tensor) else result.sequences
+    steps = sequences.shape[1] - prompt_length
+    stats = Speculation(method="plain", reason=reason, target_forwards=steps)
+    stats.new_tokens = stats.row_forwards = steps * len(sequences)
     return _with_speculation(result, stats)
 
 
@@ -171,7 +197,7 @@ def place_heads(heads: CloverHeads, model: PreTrainedModel) -> None:
     if any(parameter.is_meta for parameter in model.parameters()) and not hasattr(model, "hf_device_map"):
         raise ValueError("the target is on the meta device: load its weights before calling `generate`.")
     lm_head = unwrap(model).get_output_embeddings()
-    device = next((p.device for p in lm_head.parameters() if not p.is_meta), model.device) if lm_head else model.device
+    device = device_of(model, lm_head)
     if heads.device == device:
         return
     spread = sorted(map(str, set(getattr(heads, "hf_device_map", {}).values())))

@@ -2,11 +2,13 @@
 
 Contract: with the hook installed, `generate(assistant_model=heads)` reaches `entry.generate_with`; every other call
 reaches transformers' own code unchanged. Heads are known by `config.model_type`, since remote code is another class
-object. All private names of transformers that the package relies on are in `PRIVATE_NAMES`; where one is missing the
-hook is not installed and says so. Nothing of ours is imported here before heads are seen.
+object. All private names of transformers that speculation relies on are in `PRIVATE_NAMES`, with the parameters that
+are passed to them. Where one is gone, installing says so, and `generate` with heads is plain `generate`: the same
+tokens, one at a time. Nothing of ours is imported here before heads are seen.
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,17 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
 HOOKED_NAMES = ("_assisted_decoding", "_validate_generation_mode", "_prepare_generation_config")
-PRIVATE_NAMES = (*HOOKED_NAMES, "_sample", "_prefill", "_has_unfinished_sequences")
+_LOOP = ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    "_assisted_decoding": (*_LOOP, "inputs_tensor", "assistant_model"),
+    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+    "_prepare_generation_config": ("generation_config",),
+    "_prepare_special_tokens": ("generation_config",),  # makes `_pad_token_tensor` and `_eos_token_tensor`
+    "_sample": _LOOP,
+    "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
+}
+PRIVATE_ATTRIBUTES = ("_is_stateful", "_supports_sdpa")  # of a target, and so looked for when there is one
 
 _originals: dict[str, Callable[..., Any]] = {}
 _installed: dict[str, Callable[..., Any]] = {}
@@ -34,19 +46,44 @@ def original(name: str) -> Callable[..., Any]:
     return _originals.get(name) or getattr(GenerationMixin, name)
 
 
+def why_unavailable(target: "PreTrainedModel | None" = None) -> str | None:
+    """What this version of transformers lacks that speculation needs; None where all is there."""
+    for name in PRIVATE_ATTRIBUTES if target is not None else ():
+        if not hasattr(target, name):
+            return f"no `{name}`"
+    for name, wanted in PRIVATE_NAMES.items():
+        if not hasattr(GenerationMixin, name):
+            return f"no `{name}`"
+        lost = set(wanted) - _parameters(original(name))
+        if "*" not in _parameters(original(name)) and lost:
+            return f"no parameter `{min(lost)}` of `{name}`"
+    return None
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Their names; `*` for `*args`, which another library's wrapper takes, and which tells nothing."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset("*" if parameter.kind is parameter.VAR_POSITIONAL else parameter.name for parameter in parameters)
+
+
+def is_installed() -> bool:
+    """Whether heads given to `generate` speculate there, and not only stand aside."""
+    return _is_active and set(HOOKED_NAMES) <= set(_installed)
+
+
 def install_hook() -> None:
     """Let `generate(assistant_model=heads)` speculate. Done by `import hf_clover`; doing it again changes nothing."""
     global _is_active
-    missing = [name for name in PRIVATE_NAMES if not hasattr(GenerationMixin, name)]
-    if missing:
+    lacking = why_unavailable()
+    if lacking is not None:
         warnings.warn(
-            f"hf_clover: this version of transformers has no `GenerationMixin.{missing[0]}`, so the generate hook is "
-            "not installed and `assistant_model=heads` cannot work. Install a version that hf_clover supports.",
+            f"hf_clover: this version of transformers has {lacking}, so drafting is off, and `generate` with heads "
+            "is plain `generate`. Install a version that hf_clover supports, or look for a newer hf_clover.",
             UserWarning,
             stacklevel=2,
         )
-        return
-    for name, wrapper in _WRAPPERS.items():
+    for name, wrapper in (_WRAPPERS if lacking is None else {"generate": _generate_plainly}).items():
         if name not in _installed:
             _originals[name] = getattr(GenerationMixin, name)
             _installed[name] = functools.wraps(_originals[name])(wrapper)
@@ -99,6 +136,19 @@ def _assisted_decoding(self: "PreTrainedModel", input_ids: "torch.Tensor", *args
     for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor"):
         kwargs.pop(name, None)
     return generate_with(kwargs.pop("assistant_model"), self, input_ids, *args, **kwargs)
+
+
+def _generate_plainly(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
+    """`generate` where something is lacking: heads, and what is asked of them, are left out."""
+    if not _is_active or not is_clover(kwargs.get("assistant_model")):
+        return _originals["generate"](self, *args, **kwargs)
+    from .entry import with_plain_record
+
+    for name in ("assistant_model", "assistant_tokenizer", "num_assistant_tokens", "num_assistant_tokens_schedule"):
+        kwargs.pop(name, None)
+    result = _originals["generate"](self, *args, **kwargs)
+    prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    return with_plain_record(result, 0 if prompt is None else prompt.shape[1], f"transformers has {why_unavailable()}")
 
 
 _WRAPPERS = {

@@ -20,6 +20,8 @@ from ..modeling_clover import CloverHeads
 from .budget import Budget, make_budget
 from .compiled_drafting import compiled_drafter
 from .drafting import CloverCandidateGenerator
+from .foresight import foresee
+from .ranks import shared_budget
 from .record import Speculation, report
 from .support import warn
 from .tree import Tree, chain_of, root_only, with_chain
@@ -56,7 +58,7 @@ def speculate(
     if room is not None:
         room -= text.max_length
     mode, picking = _habits(generation_config)
-    budget = make_budget(num_assistant_tokens, is_ceiling, target, heads, mode, picking, room)
+    budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, mode, picking, room), target)
     stats = Speculation()
     run = TargetRun(target, generation_config, model_kwargs, widest=budget.most_nodes + 1)
     known = run.adopt(their_cache)  # columns of an earlier turn
@@ -81,7 +83,7 @@ def speculate(
                 continue
             unfinished = text.unfinished
             with _clock(stats, "draft_seconds") as drafting:
-                tree = _draft(drafter, budget, text, max(run.cache.lengths))
+                tree = _draft(drafter, budget, text, max(run.cache.lengths), logits.shape[-1])
             with _clock(stats, "verify_seconds"):
                 logits = run.verify(tree)  # [B, n, V]
             with _clock(stats, "walk_seconds"):
@@ -89,6 +91,9 @@ def speculate(
                 paths = walk(tree, logits, text)  # per live row the walked nodes
                 start = run.next_position
                 run.commit(paths)
+            if text.found_no_drafts and not drafter.is_broken:  # which the walk sees at no cost
+                drafter.is_broken = True
+                warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
             walked = [paths[row] for row in unfinished]
             stats.count(tree.size, walked, text.emitted - before)
             if not text.done or keeps_cache:
@@ -101,7 +106,7 @@ def speculate(
         sequences = text.sequences()
         if streamer is not None:
             streamer.end()
-        cache = _finished_cache(run, text, sequences, their_cache) if keeps_cache else None
+        cache = _finished_cache(run, sequences, their_cache, synced_gpus) if keeps_cache else None
         if cache is not None:
             drafter.remember(cache, int(cache.get_seq_length()))
     report(stats)
@@ -159,13 +164,11 @@ def _take_in_walk(
     drafter.extend(hidden, torch.stack(tokens), positions, counts)
 
 
-def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, length: int) -> Tree:
+def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, length: int, vocab_size: int) -> Tree:
     unfinished = text.unfinished
-    tree = drafter.draft(budget.ask(len(unfinished), length))
-    if tree.size > 1 and not bool(tree.valid[unfinished, 1:].any(dim=1).all()):
-        drafter.is_broken = True
-        warn("the heads gave NaN: drafting is off for the rest of this call, and the tokens are the target's own")
-        tree = root_only(drafter.roots)
+    nodes = budget.ask(len(unfinished), length)
+    foresight = foresee(text, min(nodes, drafter.config.draft_depth), vocab_size) if nodes else None
+    tree = drafter.draft(nodes, foresight=foresight)
     tree = budget.cut(tree, unfinished)
     if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
         finished = torch.tensor(text.finished, device=tree.tokens.device)
@@ -184,7 +187,8 @@ def _drop_finished(drafter: CloverCandidateGenerator, run: TargetRun, text: Text
 
 def _habits(config: GenerationConfig) -> tuple[Hashable, Hashable]:
     """What the cost of a step and the worth of a draft depend on in the caller's settings."""
-    return config.cache_implementation, (config.do_sample, config.do_sample and config.temperature)
+    # To a digit: what is learned is kept, and a server may see any temperature there is.
+    return config.cache_implementation, (config.do_sample, config.do_sample and round(config.temperature, 1))
 
 
 # ---------------------------------------------------------------------- the cache that plain generate can continue
@@ -194,10 +198,13 @@ def _is_the_users(cache: Any) -> bool:
     return cache is not None and getattr(cache, "_is_user_defined", False)
 
 
-def _finished_cache(run: TargetRun, text: Text, sequences: torch.Tensor, theirs: Any) -> Any:
+def _finished_cache(run: TargetRun, sequences: torch.Tensor, theirs: Any, synced_gpus: bool) -> Any:
     """Keys and values of everything but the last token, rows that ended early padded as plain generate pads them."""
-    columns = max(run.cache.lengths)
-    while min(run.cache.lengths) < columns:
+    columns, device = max(run.cache.lengths), sequences.device
+    while run.target._has_unfinished_sequences(min(run.cache.lengths) == columns, synced_gpus, device=device):
+        if min(run.cache.lengths) == columns:  # another process's rows are still uneven: keep it company
+            run.verify(root_only(sequences[:, -1]))
+            continue
         missing = [columns - length for length in run.cache.lengths]
         block = min(max(missing), CATCH_UP_BLOCK)
         width = sequences.shape[1]

@@ -16,6 +16,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from ..target_parts import device_of
 from .attention import TREE_ATTENTION, never_packed, shared_heads
 from .tree import Tree
 from .verify import TargetRun, capture_before_final_norm, takes_positions
@@ -23,7 +24,6 @@ from .walk import Text
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 LARGEST_TREE = 512  # slots that a step may use beyond the text, generously
-OTHER_CACHES = ("offloaded", "offloaded_static", "offloaded_hybrid", "quantized")
 
 
 class CloverWarning(UserWarning):
@@ -46,10 +46,10 @@ def choose_route(
     cache = model_kwargs.get("past_key_values")
     if not model_kwargs.get("use_cache", True):
         return Route("plain", "`use_cache=False` leaves nothing to draft from")
-    if generation_config.cache_implementation in OTHER_CACHES:
-        return Route("plain", f"a tree cannot be kept in a {generation_config.cache_implementation} cache")
-    if cache is not None and type(cache) not in (DynamicCache, StaticCache):
-        return Route("plain", f"a tree cannot be kept in a `{type(cache).__name__}`")
+    kind = None if cache is None else type(cache)
+    if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
+        kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{kind.__name__}`"
+        return Route("plain", f"a tree cannot be kept in {kept}")
     reason = _why_only_one_by_one(target, text, model_kwargs)
     if reason is not None:
         return Route("plain", reason)
@@ -89,7 +89,7 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     if implementation not in TREE_ATTENTION and not target._supports_sdpa:
         return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
     known = _measured.setdefault(target, {})
-    key = (implementation, target.dtype, target.device)
+    key = (implementation, target.dtype, device_of(target))
     if key not in known:
         try:
             known[key] = _measure(target)
@@ -152,19 +152,20 @@ def _measure(target: PreTrainedModel) -> str | None:
         raise
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
-    if not worst <= _tolerance(target):
+    if not worst <= rounding_tolerance(target):
         return f"its logits for a trial tree differ from those of plain forwards (by {worst:.1e} of their spread)"
     return None
 
 
-def _tolerance(target: PreTrainedModel) -> float:
+def rounding_tolerance(target: PreTrainedModel) -> float:
+    """Of the spread of its logits, up to which another way to compute them counts as the same."""
     if target.dtype in (torch.float32, torch.float64):
-        return 1e-3 if target.device.type == "cpu" else 1e-2  # tensor cores may round float32 products
+        return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
     return 0.1
 
 
 def _tree_error(target: PreTrainedModel) -> float:
-    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, target.device
+    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
     prompts = [ids[:5].tolist(), ids[2:5].tolist()]
     width = max(map(len, prompts))
@@ -214,9 +215,9 @@ class _NotANumberError(Exception):
 
 def _error(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> float:
     """How far `logits` [V] are from plain ones for the same text, against how far those spread."""
-    inputs = {"input_ids": torch.tensor([text], device=target.device)}
+    inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
     if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
-        inputs["position_ids"] = torch.arange(len(text), device=target.device)[None]
+        inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
     return _distance(logits, target(**inputs, use_cache=False).logits[0, -1])
 
 
@@ -233,13 +234,16 @@ def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
 def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
     """Whether transformers' own assisted loop gives plain generate's tokens here.
 
-    It takes one row, and calls processors and criteria for tokens that may be rejected: pure ones only.
+    It takes one row, an empty cache (it would read an earlier turn's text twice), and calls processors and criteria
+    for tokens that may be rejected: pure ones only.
     """
     config = target.config.get_text_config(decoder=True)
-    if len(text.finished) > 1 or not text.is_pure or target._is_stateful or type(cache) is not DynamicCache:
+    if len(text.finished) > 1 or not text.is_pure or target._is_stateful:
+        return False
+    if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
         return False
     known = _measured.setdefault(target, {})
-    key = ("chain", config._attn_implementation, target.dtype, target.device)
+    key = ("chain", config._attn_implementation, target.dtype, device_of(target))
     if key not in known:
         known[key] = _measure_chain(target)
     return known[key] is None
@@ -248,7 +252,7 @@ def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
 @torch.no_grad()
 def _measure_chain(target: PreTrainedModel) -> str | None:
     """Several tokens at once on a cache, cropped and gone on with, against plain forwards."""
-    ids = torch.arange(1, 9, device=target.device)[None] % target.config.get_text_config(decoder=True).vocab_size
+    ids = torch.arange(1, 9, device=device_of(target))[None] % target.config.get_text_config(decoder=True).vocab_size
     try:
         captured: list[torch.Tensor] = []
         with capture_before_final_norm(target, captured):
@@ -267,13 +271,13 @@ def _measure_chain(target: PreTrainedModel) -> str | None:
         errors += _errors_of_the_loop(target)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return None if max(errors) <= _tolerance(target) else f"differs by {max(errors):.1e}"
+    return None if max(errors) <= rounding_tolerance(target) else f"differs by {max(errors):.1e}"
 
 
 def _errors_of_the_loop(target: PreTrainedModel) -> list[float]:
     """The loop itself, drafting what the text repeats, against plain generate, which says the same until it errs."""
     vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[3, 5, 7] * 3], device=target.device) % vocabulary
+    ids = torch.tensor([[3, 5, 7] * 3], device=device_of(target)) % vocabulary
     settings = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     plain, chain = (
         target.generate(ids, generation_config=GenerationConfig(**settings, pad_token_id=0, **drafts))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from ..target_parts import find_decoder
+from ..target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .compiled import (
@@ -125,7 +125,7 @@ class TargetRun:
         """Logits [B, n, V] of every node, each as if its path were the text."""
         if self._implementation is None:
             self._implementation = self._open.enter_context(attention_for_trees(self.target))
-        tree = tree.to(self.target.device)
+        tree = tree.to(device_of(self.target))
         self._captured.clear()
         with self.cache.staged(tree.size):
             logits, hidden = self._verify_static(tree) if self.is_compiled else self._verify_growing(tree)

@@ -77,6 +77,7 @@ class Text:
     live: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
+    found_no_drafts: bool = False  # a tree had nodes, and none of them was valid
 
     @classmethod
     def start(
@@ -182,8 +183,10 @@ class Dice:
 def replay(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
     """Walk each live row of logits [B, n, V]; returns the walked nodes per row, one per emitted token."""
     paths: list[list[int]] = [[] for _ in text.live]
+    children = _children(tree)
+    text.found_no_drafts |= tree.size > 1 and not all(children[place] for place in text.unfinished)
     walk = _replay_in_lockstep if text.in_lockstep else _replay_abreast
-    walk(_children(tree), logits, text, paths)
+    walk(children, logits, text, paths)
     return paths
 
 
@@ -304,6 +307,7 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
         if text.finished[row]:
             continue
         children = _children_of_row(tokens, parents, valid)
+        text.found_no_drafts |= tree.size > 1 and not children
         input_ids = text.input_ids[row]  # [1, L]
         room = text.max_length - input_ids.shape[1]
         node: int | None = 0

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
 from ..hub import provenance, write_results
+from .storage import write_whole
 
 logger = logging.get_logger(__name__)
 
@@ -250,7 +251,7 @@ def _claim(note: Path, dataset: Dataset, settings: dict[str, Any]) -> None:
                 f"`output_dir` {str(note.parent.parent)!r} holds answers to another dataset or with other settings: "
                 f"{', '.join(differing)} differ. Choose another `output_dir`, or delete that folder."
             )
-    note.write_text(json.dumps(identity, indent=2) + "\n")
+    write_whole(note, json.dumps(identity, indent=2) + "\n")
 
 
 def _write_line(file: Any, **line: Any) -> None:

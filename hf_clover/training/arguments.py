@@ -4,6 +4,7 @@ Contract: functions of the trainer's arguments. This module does not know datase
 """
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,8 @@ from torch import nn
 
 from ..modeling_clover import CloverHeads
 from ..target_parts import unwrap
-from .config import CloverTrainingConfig
+from .config import MUON_RATES, CloverTrainingConfig
+from .optimizers import HAS_MUON, MuonAndAdamW
 
 _NO_LOGITS = "heads give no logits to compute it from; accuracies and acceptance lengths are logged by themselves"
 _REFUSED_ARGUMENTS = {
@@ -51,6 +53,32 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
             "goes to `teacher_model`."
         )
     return model.float()  # an update of 1e-3 and less is lost on a bfloat16 weight
+
+
+def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: Any, optimizer: Any) -> Any:
+    """Set what the user left open to what the heads' variant is trained with; returns the kind of optimizer and its
+    arguments, or None where it is to be the one that transformers would make, or the user's own `optimizer`."""
+    config = heads.config
+    if args.loss_type is None:
+        args.loss_type = config.loss_type
+        if args.hidden_loss_weight is None:
+            args.hidden_loss_weight = config.hidden_loss_weight
+    has_own = optimizer is not None or args.optim != type(args).__dataclass_fields__["optim"].default
+    is_sharded = bool(args.fsdp or args.deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    reasons = {
+        "needs torch 2.9 or later": not HAS_MUON,
+        "cannot go with another optimizer": has_own,
+        "cannot work on matrices in shards (FSDP, DeepSpeed)": is_sharded,
+    }
+    against = [reason for reason, applies in reasons.items() if applies]
+    if args.muon_learning_rate and against:
+        raise ValueError(f"`muon_learning_rate={args.muon_learning_rate}` {against[0]}: leave it out, or set it to 0.")
+    if args.muon_learning_rate is None:
+        args.muon_learning_rate = 0.0 if against or peft_config is not None else MUON_RATES[config.variant]
+    if not args.muon_learning_rate:
+        return None
+    options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return MuonAndAdamW, {"lr": args.learning_rate, "muon_lr": args.muon_learning_rate, **options}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, teacher_model: nn.Module) -> None:
@@ -113,4 +141,13 @@ def as_sft(args: CloverTrainingConfig) -> Iterator[None]:
         args.loss_type, args.model_init_kwargs = own
 
 
-__all__ = ["as_sft", "check_optimizer", "check_parallelism", "for_heads", "make_heads", "name_of", "refuse_arguments"]
+__all__ = [
+    "as_sft",
+    "check_optimizer",
+    "check_parallelism",
+    "follow_recipe",
+    "for_heads",
+    "make_heads",
+    "name_of",
+    "refuse_arguments",
+]

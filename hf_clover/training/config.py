@@ -16,6 +16,11 @@ except ModuleNotFoundError as error:
     raise ImportError("Training needs trl and what it brings: `pip install 'hf-clover[train]'`.") from error
 
 
+# Muon's learning rate for the matrices, where the user does not say: 0 is AdamW for them too, as in the papers. The
+# loss belongs to the heads' config.
+MUON_RATES = {"clover-x": 0.02, "clover-2": 0.0, "clover": 0.0, "medusa": 0.0}
+
+
 @dataclass
 class CloverTrainingConfig(SFTConfig):
     r"""
@@ -41,20 +46,27 @@ class CloverTrainingConfig(SFTConfig):
 
         > Parameters that control the loss
 
-        loss_type (`str`, *optional*, defaults to `"clover-2"`):
-            Of each head: `"clover-2"`: SmoothL1 to the target's state plus soft cross-entropy, as in the paper (the
-            first term has weight 0 in heads of the variants `"clover"` and `"medusa"`). `"clover"`: soft
-            cross-entropy. `"kl"`: the same with the target's entropy taken off, so that 0 is perfect. `"acceptance"`:
-            the negative log of the probability that a token sampled from the head is accepted.
+        loss_type (`str`, *optional*):
+            Of each head; defaults to that of the heads' config. `"clover-2"`: SmoothL1 to the target's state plus soft
+            cross-entropy, as in the paper. `"clover"`: soft cross-entropy. `"kl"`: the same with the target's entropy
+            taken off, so that 0 is perfect. `"acceptance"`: the negative log of the probability that a token sampled
+            from the head is accepted.
         loss_decay (`float`, *optional*):
             Head i counts `loss_decay ** i`. Defaults to that of the heads' config (0.7).
         hidden_loss_weight, token_loss_weight (`float`, *optional*):
-            Weights of the two terms. Default to those of the heads' config; outside `"clover-2"` there is no hidden
-            term unless it is given a weight here.
+            Weights of the two terms. Default to those of the heads' config; with a `loss_type` other than
+            `"clover-2"` there is no hidden term unless it is given a weight here.
         label_mask (`bool`, *optional*, defaults to `False`):
             The paper's label mask: a head's prediction counts only while every token it was fed was inside the
             target's top-64 and top-p 0.8. Means are still over all labelled positions, so that a batch gives the same
             gradient in one piece and in several.
+
+        > Parameters that control the steps
+
+        muon_learning_rate (`float`, *optional*):
+            The matrices are trained with Muon at this rate, whatever their sizes, and everything else with AdamW at
+            `learning_rate`; 0 leaves all to AdamW. Defaults to 0.02 for heads of the variant `"clover-x"` and to 0
+            for the papers', for adapters, under FSDP and DeepSpeed, and where `optim` is given. Needs torch 2.9.
 
         > Parameters that control the target's pass
 
@@ -107,7 +119,9 @@ class CloverTrainingConfig(SFTConfig):
     )
 
     # Parameters that control the loss
-    loss_type: str = field(default="clover-2", metadata={"help": "The loss.", "choices": list(TOKEN_LOSSES)})
+    loss_type: str | None = field(
+        default=None, metadata={"help": "The loss. Default: the heads' config.", "choices": list(TOKEN_LOSSES)}
+    )
     loss_decay: float | None = field(
         default=None, metadata={"help": "Head i counts `loss_decay ** i`. Default: the heads' config (0.7)."}
     )
@@ -122,6 +136,14 @@ class CloverTrainingConfig(SFTConfig):
         metadata={"help": "Count a prediction only while every token fed to the head was likely for the target."},
     )
 
+    # Parameters that control the steps
+    muon_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Train matrices with Muon at this rate; 0: with AdamW. Default: the heads' variant decides."
+        },
+    )
+
     # Parameters that control the target's pass
     precompute_targets: bool = field(
         default=False, metadata={"help": "Keep the target's hidden states on disk and train from there."}
@@ -132,11 +154,12 @@ class CloverTrainingConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("loss_type", self.loss_type in TOKEN_LOSSES, f"must be one of {list(TOKEN_LOSSES)}")
+        known = self.loss_type is None or self.loss_type in TOKEN_LOSSES
+        self._require("loss_type", known, f"must be one of {list(TOKEN_LOSSES)}")
         self._require(
             "loss_decay", self.loss_decay is None or 0 <= self.loss_decay <= 1, "must be a number from 0 to 1"
         )
-        for name in ("hidden_loss_weight", "token_loss_weight"):
+        for name in ("hidden_loss_weight", "token_loss_weight", "muon_learning_rate"):
             self._require(name, (getattr(self, name) or 0) >= 0, "must not be negative")
         self._require(
             "draft_vocab_size", self.draft_vocab_size is None or self.draft_vocab_size > 0, "must be positive"
@@ -172,4 +195,4 @@ class CloverTrainingConfig(SFTConfig):
         self._require("deepspeed", zero_stage != 3, "shards the target's lm_head: use ZeRO stage 2, or FSDP version 2")
 
 
-__all__ = ["CloverTrainingConfig"]
+__all__ = ["MUON_RATES", "CloverTrainingConfig"]

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
+from .storage import write_whole
 from .teacher import to_device
 
 logger = logging.get_logger(__name__)
@@ -177,7 +178,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"`precompute_dir` {str(folder)!r} holds the hidden states of another dataset or target: "
                 f"{', '.join(differing)} differ. Choose another `precompute_dir`, or delete that folder."
             )
-    note.write_text(json.dumps(identity, indent=2) + "\n")
+    write_whole(note, json.dumps(identity, indent=2) + "\n")
 
 
 def _check_room(folder: Path, needed: int, total: int) -> None:

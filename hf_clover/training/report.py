@@ -12,7 +12,16 @@ from ..hub import provenance
 from .config import CloverTrainingConfig
 from .losses import TOP_K
 
-_SETTINGS = ("loss_type", "learning_rate", "lr_scheduler_type", "num_train_epochs", "max_length", "packing", "seed")
+_SETTINGS = (
+    "loss_type",
+    "learning_rate",
+    "muon_learning_rate",
+    "lr_scheduler_type",
+    "num_train_epochs",
+    "max_length",
+    "packing",
+    "seed",
+)
 
 
 def results_of(

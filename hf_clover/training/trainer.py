@@ -32,6 +32,7 @@ from .arguments import (
     as_sft,
     check_optimizer,
     check_parallelism,
+    follow_recipe,
     for_heads,
     make_heads,
     name_of,
@@ -60,17 +61,18 @@ from .losses import (
 from .metrics import HeadMetrics
 from .precompute import TargetStatesCollator, precompute_targets
 from .report import results_of
+from .storage import WholeCheckpoints
 from .teacher import Teacher, check_tokenizer, load_teacher
 
 logger = logging.get_logger(__name__)
 
 # Hooks of SFTTrainer with private names that are overridden below: without them, what is done there would be left out.
-for _hook in ("_prepare_dataset", "_set_signature_columns_if_needed", "_load_from_checkpoint"):
+for _hook in ("_prepare_dataset", "_set_signature_columns_if_needed", "_load_from_checkpoint", "_save_checkpoint"):
     if not hasattr(SFTTrainer, _hook):
         raise ImportError(f"This version of trl has no `SFTTrainer.{_hook}`: install one that hf_clover supports.")
 
 
-class CloverTrainer(SFTTrainer):
+class CloverTrainer(WholeCheckpoints, SFTTrainer):
     """
     Trainer that distils Clover heads from a frozen target.
 
@@ -146,6 +148,8 @@ class CloverTrainer(SFTTrainer):
             )
         check_tokenizer(processing_class, teacher_model)
         check_optimizer(optimizers[0], teacher_model)
+        given = optimizers[0] if optimizers[0] is not None else optimizer_cls_and_kwargs
+        optimizer_cls_and_kwargs = follow_recipe(args, self.heads, peft_config, given) or optimizer_cls_and_kwargs
         if peft_config is not None:
             peft_config = for_heads(peft_config, args)
         self._stop_on_interrupt = StopOnInterrupt()
@@ -220,6 +224,7 @@ class CloverTrainer(SFTTrainer):
 
     def _write_down_loss_weights(self) -> None:
         """Those of the arguments become those of the heads' config, so that the heads say how they were trained."""
+        self.heads.config.loss_type = self.args.loss_type
         for name in ("loss_decay", "hidden_loss_weight", "token_loss_weight"):
             if getattr(self.args, name) is not None:
                 setattr(self.heads.config, name, float(getattr(self.args, name)))

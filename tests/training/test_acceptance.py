@@ -11,6 +11,7 @@ from tiny import make_target, make_trainer, own_text
 from hf_clover import AcceptanceCallback, CloverHeads
 
 SETTINGS = {  # learning rate, steps
+    "clover-x": (3e-3, 80),
     "clover-2": (3e-3, 160),
     "clover": (5e-3, 160),
     "medusa": (1e-2, 260),

@@ -54,7 +54,7 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("loss_type", TOKEN_LOSSES)
-@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_loss_trains_every_variant(tmp_path: Path, variant: str, loss_type: str) -> None:
     trainer = make_trainer(
         tmp_path,
@@ -69,7 +69,7 @@ def test_every_loss_trains_every_variant(tmp_path: Path, variant: str, loss_type
     assert losses(trainer)[-1] < 0.97 * losses(trainer)[0]
 
 
-@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_teacher_stays_bit_identical(tmp_path: Path, variant: str) -> None:
     target = make_target()
     before = copy.deepcopy(target.state_dict())

@@ -1,0 +1,230 @@
+"""What did each ingredient of clover-x bring? Chain length, accuracy and drafting time, one change after another.
+
+The first row is clover-2 as in its paper, with the paper's loss and learning rate; every row below changes one thing
+more, and the last is clover-x as `CloverHeads.from_target` makes it and `CloverTrainer` trains it. Then comes clover-x
+with one thing changed at a time. All learn from the same continuations of the target in the same order and are
+measured on the target's greedy continuations of text that neither has seen: at every position the heads draft a chain
+by their own best guesses, and the chain length is how many of them come true. A run that was stopped goes on with the
+first row that it has not measured.
+
+    python examples/experiments/ablation.py
+    python examples/experiments/ablation.py --target org/target --data org/dataset --tokens 20000000 --batch-size 16
+"""
+
+import argparse
+import copy
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse
+from continuations import Data, load_data
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
+
+from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
+from hf_clover.decoding.verify import capture_before_final_norm
+from hf_clover.scales import embedding_scale
+
+DEFAULTS = {**TRAINING, "tokens": 150_000, "batch_size": 8, "nodes": (16,)}
+TOY = {**TOY_TRAINING, "tokens": 120, "nodes": (4,)}
+DEPTH = 8  # of a chain
+PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
+DRAFTED_ON = 4  # of them, with a tree at every step, for the time of a draft
+
+MEASURED = "measured"  # an embedding scale that is measured on the target
+PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
+
+# label: variant, what differs from it, what differs from its recipe. Each row has what the rows before it have.
+STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "clover-2, paper": ("clover-2", {}, PAPER),
+    "+ embeddings of size 1": ("clover-2", {"embedding_scale": MEASURED}, PAPER),
+    "+ states after the final norm": ("clover-2", {"normalize_hidden_states": True}, PAPER),
+    "+ state and token meet in one layer": ("clover-2", {"normalize_hidden_states": True, "entry": "fc"}, PAPER),
+    "+ gated cell, for every head": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER),
+    "+ loss without hidden states": ("clover-x", {}, PAPER),
+    "+ a higher learning rate": ("clover-x", {}, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
+    "Muon for the matrices = clover-x": ("clover-x", {}, {}),
+}
+ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "clover-x: one layer": ("clover-x", {"num_augmenting_layers": 1}, {}),
+    "clover-x: Attention Decoder": ("clover-x", {"decoder": "attention"}, {}),
+    "clover-x: no token for head 0": ("clover-x", {"decoder_position": "before", "output_projector": "fc"}, {}),
+    "clover-x: cell of width d": ("clover-x", {"decoder_width": "d"}, {}),
+    "clover-x: acceptance loss": ("clover-x", {"loss_type": "acceptance"}, {}),
+    "clover-x: hidden states, weight 0.3": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 0.3}, {}),
+    "clover-x: eight heads trained": ("clover-x", {"num_heads": 8}, {}),
+}
+ROWS = {**STEPS, **ALONE}
+
+# ---------------------------------------------------------------------- what is measured on
+
+
+@torch.no_grad()
+def greedy_texts(target: PreTrainedModel, data: Data, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts [N, T] of which the target wrote the second half, and its states [N, T, d] before the final norm."""
+    starts = [ids[:PROMPT] for ids in data.test["input_ids"]]
+    width = min(map(len, starts))
+    prompts = torch.tensor([ids[:width] for ids in starts[:count]], device=target.device)  # [N, prompt]
+    texts = target.generate(
+        input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=CONTINUED, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    states: list[torch.Tensor] = []
+    for batch in texts.split(8):
+        captured: list[torch.Tensor] = []
+        with capture_before_final_norm(target, captured):
+            target(input_ids=batch, use_cache=False)
+        states.append(captured[-1])
+    return texts, torch.cat(states)
+
+
+@torch.no_grad()
+def chains(heads: CloverHeads, texts: torch.Tensor, states: torch.Tensor) -> list[float]:
+    """[DEPTH]: how often the first i + 1 of a chain of the heads' best guesses all come true."""
+    depth = heads.config.draft_depth if not heads.config.can_draft_beyond_heads else DEPTH
+    first, alive, shares = texts.shape[1] - CONTINUED - 1, None, []
+    count = CONTINUED - depth  # of positions from which a whole chain can be looked at
+    x = heads.encode(states[:, :-1], texts[:, 1:])[:, first : first + count]  # [N, P, d]
+    tokens = texts[:, first + 1 : first + 1 + count]  # [N, P]
+    for level in range(depth):
+        out, x = heads.step(level, x, tokens)
+        tokens = heads.score(out).argmax(-1)
+        right = tokens == texts[:, first + 2 + level : first + 2 + level + count]
+        alive = right if alive is None else alive & right
+        shares.append(alive.float().mean().item())
+    return shares
+
+
+@torch.no_grad()
+def drafting(target: PreTrainedModel, heads: CloverHeads, texts: torch.Tensor, nodes: int) -> dict[str, float]:
+    """Milliseconds of a draft and tokens per forward, with a tree of `nodes` at every step."""
+    seconds = steps = tokens = forwards = 0
+    prompts = texts[: DRAFTED_ON + 1, : texts.shape[1] - CONTINUED, None].transpose(1, 2)  # [N, 1, prompt]
+    for place, prompt in enumerate(prompts):
+        with speculations() as records:
+            target.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), assistant_model=heads, do_sample=False,
+                max_new_tokens=CONTINUED, eos_token_id=None, pad_token_id=0, num_assistant_tokens=nodes,
+                num_assistant_tokens_schedule="constant",
+            )  # fmt: skip
+        if place == 0 and len(prompts) > 1:
+            continue  # what is done only once
+        record = records[0]
+        seconds, steps = seconds + record.draft_seconds, steps + record.target_forwards - 1
+        tokens, forwards = tokens + record.new_tokens, forwards + record.target_forwards
+    return {"draft_ms": 1000 * seconds / max(steps, 1), "tokens_per_forward": tokens / forwards}
+
+
+# ---------------------------------------------------------------------- a row
+
+
+def fields_of(target: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
+    size = target.config.get_text_config(decoder=True).hidden_size
+    known = {MEASURED: lambda: embedding_scale(target.get_output_embeddings().weight), "d": lambda: size}
+    return {name: known[value]() if value in known else value for name, value in fields.items()}
+
+
+def train_row(
+    args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, label: str
+) -> dict[str, Any]:
+    variant, fields, recipe = ROWS[label]
+    steps = math.ceil(args.tokens / (args.batch_size * data.mean_length))
+    needed = data.train.select(range(min(len(data.train), steps * args.batch_size)))
+    on_cuda = target.device.type == "cuda"
+    trainer = CloverTrainer(
+        teacher_model=target,
+        args=CloverTrainingConfig(
+            output_dir=str(args.work / "trainer"),
+            max_steps=steps,
+            per_device_train_batch_size=args.batch_size,
+            max_length=args.length,
+            use_cpu=not on_cuda,
+            dataloader_pin_memory=on_cuda,
+            precompute_targets=True,
+            precompute_dir=str(data.folder / f"states-{len(needed)}"),
+            model_init_kwargs={"variant": variant, **fields_of(target, fields)},
+            seed=args.seed,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            **recipe,
+        ),
+        train_dataset=needed,
+        processing_class=tokenizer,
+    )
+    trainer.remove_callback(ProgressCallback)
+    started = time.process_time()
+    trainer.train()
+    seconds = time.process_time() - started
+    heads = copy.deepcopy(trainer.heads).to(target.dtype).bind(target).eval()
+    texts, states = greedy_texts(target, data, PROMPTS if not args.toy else 2)
+    shares = chains(heads, texts, states)
+    return {
+        "heads": label,
+        "variant": variant,
+        "changed": fields,
+        "recipe": {name: getattr(trainer.args, name) for name in ("learning_rate", "muon_learning_rate", "loss_type")},
+        "parameters": sum(parameter.numel() for parameter in heads.parameters()),
+        "training_cpu_seconds": seconds,
+        "chain": shares,
+        "chain_of_5": sum(shares[:5]),
+        "chain_of_8": sum(shares) if len(shares) == DEPTH else None,
+        **drafting(target, heads, texts, args.nodes[0]),
+    }
+
+
+def measured_row(args: argparse.Namespace, label: str, key: str, *rest: Any) -> dict[str, Any]:
+    """From the folder of what was measured before, where it is there."""
+    name = "".join(c if c.isalnum() else "-" for c in label)
+    path = args.work / "ablation" / key / f"{name}.json"
+    if not path.exists():
+        row = train_row(args, *rest, label)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse(__doc__, argv, DEFAULTS, TOY)
+    target, tokenizer = load_target(args)
+    data = load_data(args, target, tokenizer)
+    key = f"{data.folder.name}-{args.tokens}-{args.batch_size}-{args.seed}-{args.nodes[0]}"
+    rows = []
+    for number, label in enumerate(ROWS, 1):
+        print(f"{number}/{len(ROWS)} {label}", flush=True)
+        rows.append(measured_row(args, label, key, target, tokenizer, data))
+    by_label = {row["heads"]: row for row in rows}
+    panels = [
+        panel(
+            "bars",
+            title,
+            "",
+            "right tokens in a chain of five",
+            [line("chain length", [(label, by_label[label]["chain_of_5"]) for label in labels])],
+        )
+        for title, labels in (
+            ("From clover-2 to clover-x, one thing after another", list(STEPS)),
+            ("clover-x with one thing changed", [list(STEPS)[-1], *ALONE]),
+        )
+    ]
+    table = [
+        {
+            "heads": row["heads"],
+            "head 0": row["chain"][0],
+            "chain of 5": row["chain_of_5"],
+            "chain of 8": row["chain_of_8"],
+            "tokens per forward": row["tokens_per_forward"],
+            "draft ms": row["draft_ms"],
+            "parameters": row["parameters"],
+        }
+        for row in rows
+    ]
+    title = "What each ingredient of clover-x brings"
+    return finish(args, target, __doc__, rows, title, panels, table, script=__file__, data=data.about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""What `learning.py` compares: how each drafter is made and trained, and what it is worth once it has been.
+
+Contract: `DRAFTERS[name]` makes heads for a target. `train` gives them so many tokens of the target's own text: the
+same samples in the same order for all drafters of one seed, by `CloverTrainer`. `chain_by_depth` and
+`tokens_per_forward` say what the drafts are worth, in figures that no clock is needed for.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from continuations import Data
+from datasets import Dataset
+from rivals import RIVALS, RivalHeads
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
+
+from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover.benchmark import _peak_memory as peak_memory
+from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.record import speculations
+from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
+from hf_clover.training.teacher import Teacher
+
+OURS = "clover-x"
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """Each has the loss of its paper, in the heads' config."""
+
+    name: str
+    kind: type[CloverHeads]
+    make: Callable[[PreTrainedModel], CloverHeads]
+
+    def optimizers(self, rates: Sequence[float], muon_rates: Sequence[float]) -> dict[str, dict[str, Any]]:
+        """Arguments of the trainer to choose from, by name, the first where nothing was tried. Ours is trained as a
+        newcomer would, by the defaults; the papers' variants by AdamW, as their papers do, at the rate that serves
+        them best here; and rivals by whichever of AdamW and ours serves them best, so that only the network differs.
+        """
+        if self.name == OURS:
+            return {"defaults": {}}
+        found = {f"AdamW {rate:g}": {"learning_rate": rate} for rate in rates}
+        if not self.name.startswith("clover"):
+            found |= {f"Muon {rate:g}": {"muon_learning_rate": rate} for rate in muon_rates}
+        return found
+
+    def load(self, folder: Path, target: PreTrainedModel) -> CloverHeads:
+        return self.kind.from_pretrained(folder, dtype=target.dtype).to(target.device).eval().bind(target)
+
+
+def _variant(name: str) -> Drafter:
+    return Drafter(name, CloverHeads, partial(CloverHeads.from_target, variant=name))
+
+
+def _rival(kind: type[RivalHeads]) -> Drafter:
+    return Drafter(kind.name, kind, kind.from_target)
+
+
+DRAFTERS: dict[str, Drafter] = {
+    drafter.name: drafter
+    for drafter in (*map(_variant, (OURS, "clover-2", "clover", "medusa")), *map(_rival, RIVALS.values()))
+}
+
+
+# ---------------------------------------------------------------------- training
+
+
+@dataclass
+class Trained:
+    heads: CloverHeads
+    steps: int
+    seconds: float  # of one CPU thread, or of the clock where there is a GPU; without the target's pass
+    peak_memory_mib: float | None  # beside what was held before
+
+
+class Classroom:
+    """A target and what it wrote, with its hidden states on disk: made once, read by every run."""
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        data: Data,
+        length: int,
+        batch_size: int,
+        work: Path,
+    ) -> None:
+        self.target, self.tokenizer, self.data, self.work = target, tokenizer, data, work
+        self.length, self.batch_size = length, batch_size
+        self._states: dict[int, Dataset] = {}  # by their width
+
+    def train(self, drafter: Drafter, tokens: int, seed: int, optimizer: dict[str, Any]) -> Trained:
+        steps = math.ceil(tokens / (self.batch_size * self.data.mean_length))
+        set_seed(seed)
+        heads = drafter.make(self.target)
+        on_gpu = self.target.device.type == "cuda"
+        config = CloverTrainingConfig(
+            output_dir=str(self.work / "trainer"),
+            max_steps=steps,
+            per_device_train_batch_size=self.batch_size,
+            max_length=self.length,
+            bf16=on_gpu,
+            use_cpu=not on_gpu,
+            dataloader_pin_memory=on_gpu,
+            seed=seed,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            **optimizer,
+        )
+        trainer = CloverTrainer(
+            model=heads,
+            teacher_model=self.target,
+            args=config,
+            train_dataset=self.data.train,
+            processing_class=self.tokenizer,
+        )
+        trainer.teacher = _teacher(heads, self.target)
+        states, width = self._states_for(trainer)
+        trainer.train_dataset = states.select(range(min(len(states), steps * self.batch_size)))
+        trainer.data_collator = TargetStatesCollator(trainer.data_collator, width)
+        trainer.remove_callback(ProgressCallback)
+        clock = time.perf_counter if on_gpu else time.process_time
+        started = clock()
+        with peak_memory(self.target.device) as peak:
+            trainer.train()
+        if trainer.was_interrupted:
+            raise KeyboardInterrupt
+        return Trained(trainer.heads.eval(), steps, clock() - started, peak.get("mib"))
+
+    def _states_for(self, trainer: CloverTrainer) -> tuple[Dataset, int]:
+        """The samples with the states that this teacher gives, and how wide those are."""
+        dataset, collator = trainer.train_dataset, trainer.data_collator
+        first = {name: value.to(self.target.device) for name, value in collator([dataset[0]]).items()}
+        width = trainer.teacher.hidden_states(first).shape[-1]
+        if width not in self._states:
+            folder = self.data.folder / f"states-{width}"
+            self._states[width] = precompute_targets(
+                trainer.teacher, dataset, collator, folder, batch_size=8, accelerator=trainer.accelerator
+            )
+        return self._states[width], width
+
+    def seconds_per_token(self) -> float:
+        """Of the target's pass, which every run would need that does not find the states on disk."""
+        rows = torch.tensor([ids for ids in self.data.train["input_ids"][:64] if len(ids) == self.length][:8])
+        rows = rows.to(self.target.device)
+        clock = time.perf_counter if self.target.device.type == "cuda" else time.process_time
+        teacher = Teacher(self.target, CloverHeads.from_target(self.target, variant="medusa"))
+        teacher.hidden_states({"input_ids": rows})
+        started = clock()
+        teacher.hidden_states({"input_ids": rows})
+        return (clock() - started) / rows.numel()
+
+
+def _teacher(heads: CloverHeads, target: PreTrainedModel) -> Teacher:
+    kind = heads.teacher if isinstance(heads, RivalHeads) else Teacher
+    return kind(target, heads)
+
+
+# ---------------------------------------------------------------------- what drafts are worth
+
+
+def full_rows(samples: Dataset, length: int) -> torch.Tensor:
+    """[N, length]: the samples that no end of text has cut short."""
+    return torch.tensor([ids for ids in samples["input_ids"] if len(ids) == length])
+
+
+@torch.no_grad()
+def chain_by_depth(
+    heads: CloverHeads, target: PreTrainedModel, rows: torch.Tensor, start: int, depth: int, every: int = 1
+) -> list[float]:
+    """How often the first, the first two, ... drafts of a greedy chain are the text's next tokens.
+
+    rows [N, L] are texts of the target, of which the first `start` tokens are a prompt; after it, `every`th place
+    counts at which the text goes on for `depth` tokens more. The sum is the mean length of the chain that is right.
+    """
+    rows = rows.to(target.device)
+    count, length = rows.shape
+    kind = heads.generator if isinstance(heads, RivalHeads) else CloverCandidateGenerator
+    drafter = kind(heads.bind(target))
+    hidden = _teacher(heads, target).hidden_states({"input_ids": rows})  # [N, L, d]
+    positions = torch.arange(length, device=rows.device).expand(count, -1)  # [N, L]
+    right, known = torch.zeros(depth, device=rows.device), 0
+    places = range(start, length - depth, every)  # of the last token that is settled
+    for place in places:
+        new = slice(known, place)
+        following = rows[:, known + 1 : place + 1]
+        drafter.extend(hidden[:, new], following, positions[:, new], [place - known] * count)
+        tree, known = drafter.draft(depth, shape="chain"), place
+        drafts = tree.tokens[:, 1:]  # [N, <= depth]
+        hits = (drafts == rows[:, place + 1 : place + 1 + drafts.shape[1]]) & tree.valid[:, 1:]
+        right[: drafts.shape[1]] += hits.int().cumprod(1).sum(0)
+    return (right / (count * len(places))).tolist()
+
+
+@torch.no_grad()
+def greedy(
+    target: PreTrainedModel, prompts: Sequence[list[int]], max_new_tokens: int, **options: Any
+) -> tuple[list[list[int]], float]:
+    """The texts, all in one batch, and tokens per forward of a row (1 without heads)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
+    settings = dict(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
+    with speculations() as records:
+        texts = target.generate(ids, attention_mask=mask, **settings, **options)
+    return texts.tolist(), records[0].tokens_per_forward if records else 1.0
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a target's folder says of its training, where it says anything."""
+    file = path / "training.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}

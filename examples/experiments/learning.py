@@ -1,0 +1,391 @@
+"""How fast do draft heads learn, and what are they worth in tokens per second, ours beside those of other papers?
+
+Two targets, three training budgets (1 : 10 : 100), three seeds. Every drafter learns from the same samples of the
+target's own text in the same order, and drafts through the same tree, budget, verification and walk. Each budget is a
+run of its own with its own schedule, not a look at a longer run on its way, since the rate has come down when a run
+ends. Each drafter but ours has the optimizer and rate that were best in short runs, measured on other samples;
+ours takes the defaults.
+
+Every finished run is written down at once, and a run that was stopped goes on where it was. Figures that no clock is
+needed for come first; then, on a machine that does nothing else, `--measure` takes the times of all saved heads, side
+by side.
+
+    python examples/experiments/learning.py
+    python examples/experiments/learning.py --measure
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import HERE, STAND_IN, line, load_target, panel
+from continuations import Data, load_data
+from drafters import DRAFTERS, OURS, Classroom, Drafter, chain_by_depth, describe, full_rows, greedy
+from rich.console import Console
+from rich.table import Table
+from rivals import admitted
+
+from hf_clover.benchmark import Method, measure, plain, with_heads, write
+from hf_clover.hub import provenance
+from hf_clover.plots import plot
+from hf_clover.prompts import load_prompts
+from hf_clover.target_parts import fingerprint
+
+DEPTH = 8  # of the longest chain that is looked at
+EVERY = 4  # places of the text that are looked at
+TUNING_SEED = 100
+DEFAULTS = dict(
+    targets=[str(STAND_IN / "target"), str(HERE / "second_target")],
+    drafters=list(DRAFTERS),
+    budgets=[10_000, 100_000, 1_000_000],
+    seeds=[0, 1, 2],
+    rates=[1e-3, 3e-3, 1e-2],
+    muon_rates=[0.02],
+    tuning_tokens=20_000,
+    samples=1500,
+    test_samples=96,
+    length=256,
+    batch_size=1,
+    nodes=[4, 16, 60],
+    batch_sizes=[1, 4, 16],
+    num_prompts=8,
+    max_new_tokens=64,
+    repeats=3,
+)
+TOY = dict(
+    budgets=[64, 128], seeds=[0], rates=[1e-3, 1e-2], tuning_tokens=64, samples=8, test_samples=6, length=32,
+    nodes=[4], batch_sizes=[1, 2], num_prompts=2, max_new_tokens=8, repeats=1,
+)  # fmt: skip
+KEY = ("target", "drafter", "tokens", "seed")
+
+
+class Ledger:
+    """`learning.json`: what is finished, on disk after every addition, so that two processes may share the work."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parts: dict[str, list[dict[str, Any]]] = {}
+        self.read()
+
+    def read(self) -> None:
+        found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        self.parts = {part: found.get(part, []) for part in ("rows", "tuning", "timings", "targets")}
+
+    def find(self, part: str, **wanted: Any) -> list[dict[str, Any]]:
+        return [row for row in self.parts[part] if all(row[name] == value for name, value in wanted.items())]
+
+    def add(self, part: str, row: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.read()
+        self.parts[part].append(row)
+        self.save(settings)
+
+    def save(self, settings: dict[str, Any]) -> dict[str, Any]:
+        result = {
+            "kind": "experiment",
+            "name": self.path.stem,
+            "question": " ".join(__doc__.split("\n\n")[0].split()),
+            "settings": settings,
+            **provenance(),
+            "date": datetime.date.today().isoformat(),
+            **self.parts,
+        }
+        result["figure"] = {
+            "title": "How fast draft heads learn",
+            "note": f"{result['machine']}; {result['command']}",
+            "panels": panels(self),
+        }
+        write(result, self.path)
+        return result
+
+
+# ---------------------------------------------------------------------- one target
+
+
+class Course:
+    """Everything that is done with one target."""
+
+    def __init__(self, args: argparse.Namespace, folder: str, ledger: Ledger) -> None:
+        self.args, self.ledger = args, ledger
+        self.target, self.tokenizer = load_target(argparse.Namespace(target=folder))
+        self.name = Path(folder).parent.name if Path(folder).name == "target" else Path(folder).name
+        self.work = args.work / "learning" / fingerprint(self.target.get_output_embeddings().weight)[:8]
+        self.prompts = load_prompts("stand-in", self.tokenizer, args.num_prompts)
+        self.about = describe(Path(folder))
+
+    def prepare(self) -> None:
+        """The text to learn from and to measure on; what plain generate says."""
+        args = self.args
+        self.data: Data = load_data(args, self.target, self.tokenizer)
+        rows = full_rows(self.data.test, args.length)
+        third = max(1, len(rows) // 3)
+        self.to_tune_on, self.to_measure_on = rows[:third], rows[third:]
+        classroom = self.data, args.length, args.batch_size, self.work
+        self.classroom = Classroom(self.target, self.tokenizer, *classroom)
+        self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)
+        if not self.ledger.find("targets", target=self.name):
+            row = {
+                "target": self.name,
+                "model_type": self.target.config.model_type,
+                "layers": self.target.config.num_hidden_layers,
+                "hidden_size": self.target.config.hidden_size,
+                "parameters": sum(parameter.numel() for parameter in self.target.parameters()),
+                "held_out_loss": self.about.get("held_out_loss"),
+                "seconds_per_token": self.classroom.seconds_per_token(),
+                "test_places": len(self.to_measure_on) * len(range(self.start, args.length - DEPTH, EVERY)),
+            }
+            self.ledger.add("targets", row, settings_of(args))
+
+    @property
+    def start(self) -> int:
+        return self.args.length // 4  # of each sample, a prompt
+
+    def folder_of(self, drafter: str, tokens: int, seed: int) -> Path:
+        return self.work / f"{drafter}-{tokens}-{seed}"
+
+    def chain(self, heads: Any, rows: torch.Tensor) -> list[float]:
+        return chain_by_depth(heads, self.target, rows, self.start, DEPTH, EVERY)
+
+    # ------------------------------------------------------------------ training
+
+    def tuned(self, drafter: Drafter) -> tuple[str, dict[str, Any]]:
+        """The optimizer that gave the longest chain in short runs of another seed, measured on other samples."""
+        args = self.args
+        options = drafter.optimizers(args.rates, args.muon_rates)
+        if len(options) == 1:
+            return next(iter(options.items()))
+        chains = {}
+        for name, arguments in options.items():
+            key = dict(target=self.name, drafter=drafter.name, optimizer=name)
+            if not self.ledger.find("tuning", **key):
+                try:
+                    trained = self.classroom.train(drafter, args.tuning_tokens, TUNING_SEED, arguments)
+                    chain = sum(self.chain(trained.heads, self.to_tune_on))
+                except FloatingPointError:  # it blew up
+                    chain = 0.0
+                row = {**key, "tokens": args.tuning_tokens, "chain": chain}
+                self.ledger.add("tuning", row, settings_of(args))
+            chains[name] = self.ledger.find("tuning", **key)[0]["chain"]
+        best = max(chains, key=chains.__getitem__)
+        return best, options[best]
+
+    def run(self, drafter: Drafter, tokens: int, seed: int) -> None:
+        optimizer, arguments = self.tuned(drafter)
+        trained = self.classroom.train(drafter, tokens, seed, arguments)
+        heads = trained.heads.to(self.target.dtype)
+        by_depth = self.chain(heads, self.to_measure_on)
+        per_forward, identical = {}, True
+        for nodes in self.args.nodes:
+            options = dict(assistant_model=heads, num_assistant_tokens=nodes)
+            texts, per_forward[str(nodes)] = greedy(self.target, self.prompts, self.args.max_new_tokens, **options)
+            identical = identical and texts == self.texts
+        heads.save_pretrained(self.folder_of(drafter.name, tokens, seed))
+        row = {
+            **dict(zip(KEY, (self.name, drafter.name, tokens, seed))),
+            "optimizer": optimizer,
+            "steps": trained.steps,
+            "parameters": sum(parameter.numel() for parameter in heads.parameters()),
+            "training_seconds": trained.seconds,
+            "training_memory_mib": trained.peak_memory_mib,
+            "chain": sum(by_depth),
+            "chain_by_depth": by_depth,
+            "tokens_per_forward": per_forward,
+            "identical": identical,
+        }
+        self.ledger.add("rows", row, settings_of(self.args))
+
+    # ------------------------------------------------------------------ times
+
+    def measure(self, tokens: int, seed: int) -> None:
+        """All drafters that have saved heads for this, side by side; those measured before are measured again."""
+        args = self.args
+        known = [d for d in args.drafters if (self.folder_of(d, tokens, seed) / "model.safetensors").exists()]
+        if not known:
+            return
+        heads = {name: DRAFTERS[name].load(self.folder_of(name, tokens, seed), self.target) for name in known}
+        timings = []
+        for batch_size in args.batch_sizes:
+            sizes = [None, *args.nodes] if batch_size == min(args.batch_sizes) else [None, min(args.nodes)]
+            methods: list[Method] = [plain()]
+            for nodes in sizes:
+                methods += [with_heads(heads[name], f"{name}, {nodes or 'auto'}", nodes) for name in known]
+            rows = measure(
+                self.target,
+                self.tokenizer,
+                methods,
+                self.prompts,
+                batch_size=batch_size,
+                max_new_tokens=args.max_new_tokens,
+                repeats=args.repeats,
+            )
+            for method, row in zip(methods, rows, strict=True):
+                timings.append(self._timing(method, row, tokens, seed))
+        self.ledger.read()
+        of_this = (self.name, tokens, seed)
+        others = [r for r in self.ledger.parts["timings"] if (r["target"], r["tokens"], r["seed"]) != of_this]
+        self.ledger.parts["timings"] = others + timings
+        self.ledger.save(settings_of(args))
+
+    def _timing(self, method: Method, row: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
+        if row["skipped"]:
+            raise RuntimeError(f"{method.name} could not be measured: {row['skipped']}")
+        kept = ("tokens_per_second", "tokens_per_second_range", "tokens_per_forward", "speedup", "identical")
+        forwards = row["tokens_per_second"] * sum(row["seconds"].values()) / row["tokens_per_forward"]
+        return {
+            **dict(zip(KEY, (self.name, method.name.split(",")[0], tokens, seed))),
+            "batch_size": row["batch_size"],
+            "nodes": row["nodes"],
+            **{name: row[name] for name in kept},
+            "draft_ms": 1000 * row["seconds"]["draft"] / forwards if method.heads else None,
+        }
+
+
+# ---------------------------------------------------------------------- the order
+
+
+def plan(args: argparse.Namespace) -> Iterator[tuple[str, Drafter, int, int]]:
+    """What costs little first: all but the largest budget, target by target and seed by seed; then the largest."""
+    largest = max(args.budgets)
+    for budgets in ([tokens for tokens in args.budgets if tokens != largest], [largest]):
+        for target in args.targets:
+            for seed in args.seeds:
+                for tokens in budgets:
+                    for name in args.drafters:
+                        yield target, DRAFTERS[name], tokens, seed
+
+
+# ---------------------------------------------------------------------- the result
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    left_out = ("output", "work", "measure", "data")
+    settings = {name: value for name, value in vars(args).items() if name not in left_out}
+    return settings | {"targets": ["/".join(Path(target).parts[-2:]) for target in args.targets]}
+
+
+def panels(ledger: Ledger) -> list[dict[str, Any]]:
+    """For each target: chain length, and tokens per second of the automatic tree at batch 1, by training tokens."""
+    drawn = []
+    for target in dict.fromkeys(row["target"] for row in ledger.parts["rows"]):
+        rows, timings = ledger.find("rows", target=target), ledger.find("timings", target=target)
+        smallest = min((row["batch_size"] for row in timings), default=1)
+        automatic = [row for row in timings if (row["batch_size"], row["nodes"]) == (smallest, None)]
+        others = [row for row in automatic if row["drafter"] != "plain"]
+        reference = [row["tokens_per_second"] for row in automatic if row["drafter"] == "plain"]
+        more = {"reference": {"y": statistics.median(reference), "label": "plain generate"}} if reference else {}
+        along, log = "training tokens", "log10"
+        chains = _lines(rows, "chain")
+        drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
+        if others:
+            title = f"{target}: speed, batch {smallest}"
+            speeds = _lines(others, "tokens_per_second")
+            drawn.append(panel("lines", title, along, "tokens per second", speeds, log, **more))
+    return drawn
+
+
+def _lines(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """A line for each drafter: the mean over seeds, with the range."""
+    drafters = [drafter for drafter in DRAFTERS if any(row["drafter"] == drafter for row in rows)]
+    found = []
+    for drafter in drafters:
+        points = []
+        for tokens in sorted({row["tokens"] for row in rows}):
+            values = [row[name] for row in rows if (row["drafter"], row["tokens"]) == (drafter, tokens)]
+            if values:
+                points.append((tokens, (statistics.fmean(values), min(values), max(values))))
+        found.append(line(drafter, points))
+    return found
+
+
+def show(ledger: Ledger) -> None:
+    table = Table("target", "tokens", "drafter", "seeds", "chain", "tokens / forward", "tokens / s", "draft, ms")
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in ledger.parts["rows"]:
+        groups.setdefault((row["target"], row["tokens"], row["drafter"]), []).append(row)
+    for (target, tokens, drafter), rows in sorted(groups.items()):
+        timed = ledger.find("timings", target=target, tokens=tokens, drafter=drafter)
+        at_once = sorted({row["batch_size"] for row in timed})
+        speeds = [
+            [r["tokens_per_second"] for r in timed if (r["batch_size"], r["nodes"]) == (b, None)] for b in at_once
+        ]
+        drafting = [r["draft_ms"] for r in timed if r["batch_size"] == min(at_once) and r["nodes"] is not None]
+        per_forward = [
+            statistics.fmean(row["tokens_per_forward"][n] for row in rows) for n in rows[0]["tokens_per_forward"]
+        ]
+        table.add_row(
+            target,
+            f"{tokens:,}",
+            drafter,
+            str(len(rows)),
+            f"{statistics.fmean(row['chain'] for row in rows):.2f}",
+            " / ".join(f"{value:.2f}" for value in per_forward),
+            " / ".join(f"{statistics.median(values):.0f}" for values in speeds) or "–",
+            f"{statistics.median(drafting):.1f}" if drafting else "–",
+        )
+    Console().print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = _parse(argv)
+    ledger = Ledger(args.output / "learning.json")
+    courses: dict[str, Course] = {}
+    with admitted():
+        if args.measure:
+            for target in args.targets:
+                course = Course(args, target, ledger)
+                for seed in args.seeds:
+                    for tokens in args.budgets:
+                        course.measure(tokens, seed)
+        else:
+            work = list(plan(args))
+            for number, (target, drafter, tokens, seed) in enumerate(work, 1):
+                if target not in courses:
+                    courses[target] = Course(args, target, ledger)
+                    courses[target].prepare()
+                course = courses[target]
+                key = dict(zip(KEY, (course.name, drafter.name, tokens, seed)))
+                if not ledger.find("rows", **key):
+                    print(f"{number}/{len(work)} {course.name}: {drafter.name}, {tokens:,} tokens, seed {seed}")
+                    course.run(drafter, tokens, seed)
+    ledger.read()
+    result = ledger.save(settings_of(args))
+    show(ledger)
+    for picture in plot(ledger.path):
+        print(picture)
+    return result
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", help="folders or ids; their text is Python's standard library")
+    parser.add_argument("--drafters", nargs="+", choices=list(DRAFTERS), metavar="DRAFTER", help=" ".join(DRAFTERS))
+    parser.add_argument("--budgets", nargs="+", type=int, help="tokens to train on")
+    parser.add_argument("--seeds", nargs="+", type=int, help="of the heads and of the order of samples")
+    parser.add_argument("--rates", nargs="+", type=float, help=f"AdamW's, to choose from, for all but {OURS}")
+    parser.add_argument("--muon-rates", nargs="*", type=float, help="Muon's likewise, for rivals")
+    parser.add_argument("--tuning-tokens", type=int, help="in each of the runs that choose")
+    parser.add_argument("--samples", type=int, help="continuations to learn from; a larger budget repeats them")
+    parser.add_argument("--test-samples", type=int, help="held-out continuations to measure chains on")
+    parser.add_argument("--length", type=int, help="tokens in a sample")
+    parser.add_argument("--batch-size", type=int, help="samples in a training step")
+    parser.add_argument("--nodes", nargs="+", type=int, help="fixed trees, beside the automatic one")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, help="rows generated at once, for --measure")
+    parser.add_argument("--num-prompts", type=int)
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--repeats", type=int, help="of every timed generation")
+    parser.add_argument("--measure", action="store_true", help="take the times of the heads that are there")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="where JSON and plots go")
+    parser.add_argument("--work", type=Path, default=Path("runs/experiments"), help="data, states and heads")
+    parser.add_argument("--toy", action="store_true", help="sizes that take seconds, to see that everything runs")
+    parser.set_defaults(**DEFAULTS, data=None, seed=0)
+    if parser.parse_known_args(argv)[0].toy:
+        parser.set_defaults(**TOY)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""What all rivals share: how they are made, what they borrow of the target, and their way into `generate`.
+
+Contract: `RivalHeads` is `CloverHeads` with another network. `admitted()` lets `generate` draft with each rival's own
+`generator` and read the target with its own `run`; heads of the library pass through it unchanged.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_clover import CloverConfig, CloverHeads
+from hf_clover.decoding import entry, loop
+from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.verify import TargetRun
+from hf_clover.target_parts import unwrap
+from hf_clover.training.teacher import Teacher
+
+
+class RivalHeads(CloverHeads):
+    name: ClassVar[str]
+    fields: ClassVar[dict[str, Any]]  # of `CloverConfig`: what the library reads of it, sizes, and the paper's loss
+    generator: ClassVar[type[CloverCandidateGenerator]] = CloverCandidateGenerator
+    run: ClassVar[type[TargetRun]] = TargetRun
+    teacher: ClassVar[type[Teacher]] = Teacher
+    _auto_class = None  # a rival is no remote code
+
+    def __init__(self, config: CloverConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.build(config)
+        self.generation_config = GenerationConfig()
+        object.__setattr__(self, "_borrowed", None)
+        object.__setattr__(self, "_input_embedding", None)
+        self.post_init()
+
+    def build(self, config: CloverConfig) -> None:
+        """Make the layers."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **fields: Any) -> "RivalHeads":
+        """Parts that heads of the library have too, under the same names, start as theirs do."""
+        ours = CloverHeads.from_target(target, **{"variant": "clover-2", **cls.fields, **fields})
+        config = ours.config
+        config.initializer_range = (3 * config.hidden_size) ** -0.5  # torch's own for a linear layer
+        heads = cls(config)
+        heads.load_state_dict(ours.state_dict(), strict=False)
+        return heads.to(device=ours.device, dtype=ours.dtype).bind(target)
+
+    def bind(self, target: PreTrainedModel) -> "RivalHeads":
+        super().bind(target)
+        object.__setattr__(self, "_input_embedding", unwrap(target).get_input_embeddings())
+        return self
+
+    @torch.no_grad()
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., d]: the target's input embedding, frozen, as all these papers take it."""
+        return self._input_embedding(input_ids).to(self.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_input_embedding": None}
+
+
+@contextmanager
+def admitted() -> Iterator[None]:
+    """Within, `generate` takes rivals too."""
+    speculate = entry.speculate
+
+    def with_their_own(target: PreTrainedModel, heads: CloverHeads, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(heads, RivalHeads):
+            return speculate(target, heads, *args, **kwargs)
+        generation_config = args[3]
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                f"`cache_implementation={generation_config.cache_implementation!r}`: rivals draft with growing caches "
+                "only. Leave it at None."
+            )
+        with (
+            mock.patch.object(loop, "CloverCandidateGenerator", heads.generator),
+            mock.patch.object(loop, "TargetRun", heads.run),
+        ):
+            return speculate(target, heads, *args, **kwargs)
+
+    with mock.patch.object(entry, "speculate", with_their_own):
+        yield
+
+
+def linear(inputs: int, outputs: int, bias: bool, start: str) -> nn.Linear:
+    """A linear layer that starts as `CloverHeads._init_weights` reads it: "zero" or "gaussian identity"."""
+    made = nn.Linear(inputs, outputs, bias=bias)
+    made.start = start
+    return made

@@ -1,0 +1,201 @@
+"""What Clover heads are built of: decoders that bring a token into the state, and the layers of the Augmenting Block.
+
+Contract: modules of a `CloverConfig`, that know nothing of targets, heads or drafting. A sibling of
+`modeling_clover.py` that travels to the Hub with it. A linear layer that does not start at random carries how it
+starts in `start`; `modeling_clover` reads it where weights are made.
+
+Shapes: B batch, T positions, d hidden size, w width of a gated decoder, `...` any leading dimensions.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .configuration_clover import CloverConfig
+
+
+def started_linear(inputs: int, outputs: int, bias: bool, start: str) -> nn.Linear:
+    """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, as "sum" [I ; I], or with
+    outputs of the size of its inputs ("even")."""
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.start = start  # read by `CloverHeads._init_weights`
+    return linear
+
+
+class CloverRMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class AttentionDecoder(nn.Module):
+    """Brings one token into the state: attention over a single key, so the gate is a cosine, not a softmax."""
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        size, bias = config.hidden_size, config.decoder_bias
+        self.num_heads, self.eps = config.decoder_num_heads, config.rms_norm_eps
+        self.norm = CloverRMSNorm(size, config.rms_norm_eps)
+        first_paper = config.variant == "clover"
+        self.q = started_linear(size, size, bias, "gaussian identity" if first_paper else "identity")
+        self.k = started_linear(size, size, bias, "gaussian identity" if first_paper else "identity")
+        self.v = started_linear(size, size, bias, "zero" if first_paper else "noise")
+        self.activation = nn.SiLU() if config.decoder_activation == "silu" else nn.Identity()
+
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        per_head = (self.num_heads, -1)
+        q = self.q(self.norm(state)).unflatten(-1, per_head)  # [..., heads, d / heads]
+        k = self.k(embedding).unflatten(-1, per_head)  # [..., heads, d / heads]
+        v = self.v(embedding).unflatten(-1, per_head)  # [..., heads, d / heads]
+        gate = F.cosine_similarity(q, k, dim=-1, eps=self.eps)  # [..., heads]
+        return state + self.activation(gate[..., None] * v).flatten(-2)
+
+
+class MLPDecoder(nn.Module):
+    """The ablation that stands in for the Attention Decoder: state and token meet in one gated layer."""
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        self.norm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.up = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.decoder_bias)
+        self.down = started_linear(config.hidden_size, config.hidden_size, config.decoder_bias, "zero")
+
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        return state + self.down(F.silu(self.up(torch.cat((self.norm(state), embedding), dim=-1))))
+
+
+class GatedDecoder(nn.Module):
+    """The cell of clover-x: one gated layer of [normalised state; token], added to the state."""
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        size, width, bias = config.hidden_size, config.decoder_width, config.decoder_bias
+        self.norm = CloverRMSNorm(size, config.rms_norm_eps)
+        self.gate_up = started_linear(2 * size, 2 * width, bias, "even")
+        self.down = started_linear(width, size, bias, "zero")
+
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        return self.add(state, self.gate_up(torch.cat((self.norm(state), embedding), dim=-1)))
+
+    def add(self, state: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        """state [..., d] and what the first product gave [..., 2 w] -> the next state [..., d]."""
+        gate, up = gate_up.chunk(2, dim=-1)  # [..., w] each
+        return state + self.down(F.silu(gate) * up)
+
+
+class EntryProjector(nn.Module):
+    """What may stand before the Augmenting Block in place of a decoder: state and token meet in one linear layer."""
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        self.fc = started_linear(2 * config.hidden_size, config.hidden_size, True, "sum")
+
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.cat((state, embedding), dim=-1))
+
+
+class ResidualBlock(nn.Module):
+    """Medusa's block: x + SiLU(Wx + b), W zero at the start."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = started_linear(size, size, True, "zero")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class CloverAttention(nn.Module):
+    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
+        size, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=config.attention_output_bias)
+        self.q_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        per_head = (-1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
+        v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)  # [B, kv_heads, T, head_dim]
+        if self.use_rope:
+            q, k = apply_rotary_pos_emb(q, k, *rope)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
+        if mask is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+        else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
+            groups = q.shape[1] // k.shape[1]
+            rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class CloverMLP(nn.Module):
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class AugmentingLayer(nn.Module):
+    """A Llama-style decoder layer, or one half of it where an ablation asks for that."""
+
+    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = self.mlp = None
+        if config.augmenting_block in ("full", "attention"):
+            self.input_layernorm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.self_attn = CloverAttention(config, layer_idx)
+        if config.augmenting_block in ("full", "mlp"):
+            self.post_attention_layernorm = CloverRMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.mlp = CloverMLP(config)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        if self.self_attn is not None:
+            x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+        if self.mlp is not None:
+            x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
+
+
+__all__ = [
+    "AttentionDecoder",
+    "AugmentingLayer",
+    "CloverAttention",
+    "CloverMLP",
+    "CloverRMSNorm",
+    "EntryProjector",
+    "GatedDecoder",
+    "MLPDecoder",
+    "ResidualBlock",
+    "started_linear",
+]

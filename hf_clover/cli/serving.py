@@ -1,0 +1,43 @@
+"""`serve`: a target with its heads for programs that speak OpenAI's interface."""
+
+from typing import Annotated
+
+import typer
+
+from .inputs import load
+from .options import Device, Dtype, Heads, NumAssistantTokens, Target, TrustRemoteCode
+
+
+def serve(
+    target: Target = None,
+    heads: Heads = None,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one of this machine.")] = (
+        "localhost"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at.")] = 8000,
+    num_assistant_tokens: NumAssistantTokens = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    continuous_batching: Annotated[bool, typer.Option("--continuous-batching", hidden=True)] = False,
+) -> None:
+    """Serve a target over HTTP as `transformers serve` does, with heads in every request.
+
+    Chat and text completions and responses, streamed or not, one request after the other. Clients name the model as
+    --target does ("stand-in" without it). Needs the extra `serve`.
+
+    Example: hf-clover serve --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x --port 8000
+    """
+    if continuous_batching:
+        raise ValueError(
+            "`--continuous-batching` cannot go with heads: its paged cache takes one token a row and step, and no "
+            "tree. Leave it out, or run `transformers serve --continuous-batching` without heads."
+        )
+    if target is not None and heads is None:
+        raise ValueError("`--heads` is missing: without heads, `transformers serve` serves the target.")
+    from ..serving import serve as run
+
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    if num_assistant_tokens is not None:
+        assistant.generation_config.num_assistant_tokens = num_assistant_tokens
+    run(model, tokenizer, assistant, target or "stand-in", host, port)

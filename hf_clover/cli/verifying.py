@@ -1,0 +1,64 @@
+"""Whether heads change a token: `verify`."""
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from .inputs import load
+from .options import Device, Dtype, Heads, Target, TrustRemoteCode, node_count, one_of
+
+
+def verify(
+    target: Target = None,
+    heads: Heads = None,
+    prompts: Annotated[
+        str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")
+    ] = "stand-in",
+    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 8,
+    batch_size: Annotated[list[int], typer.Option(min=1, help="Prompts at once.")] = [1, 3],  # noqa: B006
+    nodes: Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")] = ["auto", "4", "24"],  # noqa: B006
+    tree: Annotated[list[str], typer.Option(help="global, levels or chain.")] = ["global", "levels", "chain"],  # noqa: B006
+    cache: Annotated[list[str], typer.Option(help="dynamic or static.")] = ["dynamic"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 64,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The JSON on stdout in place of the table.")] = False,
+) -> None:
+    """Check that heads change no token, and why where one is changed.
+
+    Every prompt is continued greedily, plainly and with heads, at every combination of the settings. "numerics": the
+    target's two best tokens were closer than it rounds in this dtype. "BUG": they were not; the exit code is 1.
+
+    Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
+    """
+    trees = one_of("--tree", tree, ("global", "levels", "chain"))
+    counts = [node_count(word) for word in nodes]
+    one_of("--cache", cache, ("dynamic", "static"))
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    if assistant is None:
+        raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
+    from .. import verification
+    from ..prompts import load_prompts
+
+    result = verification.verify(
+        model,
+        tokenizer,
+        assistant,
+        load_prompts(prompts, tokenizer, num_prompts),
+        prompt_set=prompts,
+        batch_sizes=batch_size,
+        nodes=counts,
+        trees=trees,
+        cache_implementations=cache,
+        max_new_tokens=max_new_tokens,
+        progress=sys.stderr.isatty(),
+    )
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        for line in verification.report_of(result):
+            typer.echo(line)
+    raise typer.Exit(int(result["verdict"] == verification.BUG))

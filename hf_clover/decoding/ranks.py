@@ -1,0 +1,99 @@
+"""What the processes of a tensor-parallel target must agree on: the tree, and the random numbers.
+
+Contract: each of these processes holds a part of every weight and takes part in every forward, so all of them must
+verify the same tree and pick the same tokens. The first of them decides: it alone drafts and chooses sizes (by its own
+clock), its trees go to the others before each forward, and its random state before the first. Drafting needs no other
+process, since the heads and what they borrow are whole everywhere. Processes that hold other texts (FSDP, ZeRO) decide
+for themselves and are no concern of this module.
+
+Shapes: B rows, n tree nodes, W the most nodes that a tree may have, with its root.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from transformers import PreTrainedModel
+
+from ..target_parts import device_of
+from .budget import Budget
+from .tree import Tree
+
+
+def tensor_parallel_group(target: PreTrainedModel) -> Any:
+    """The process group among whose members each weight is divided, or None."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    for parameter in target.parameters():
+        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        if mesh is None:
+            continue
+        if "tp" in (mesh.mesh_dim_names or ()):
+            return mesh.get_group("tp")
+        if mesh.ndim == 1 and (target.tp_size or 1) > 1:
+            return mesh.get_group()
+    return None
+
+
+def share_random_state(target: PreTrainedModel) -> None:
+    """Every process goes on with the first one's random numbers, as it would have to for plain generate."""
+    group = tensor_parallel_group(target)
+    if group is None:
+        return
+    device = device_of(target)
+    random = torch if device.type == "cpu" else torch.get_device_module(device)
+    state = random.get_rng_state().to(device)
+    dist.broadcast(state, group=group, group_src=0)
+    random.set_rng_state(state.cpu())
+
+
+class SharedBudget:
+    """`own` of the first process, whose trees all others verify."""
+
+    def __init__(self, own: Budget, group: Any) -> None:
+        self.own, self.group = own, group
+        self.decides = dist.get_rank(group) == 0
+
+    @property
+    def most_nodes(self) -> int:
+        return self.own.most_nodes
+
+    @property
+    def has_fixed_reach(self) -> bool:
+        return self.own.has_fixed_reach
+
+    @has_fixed_reach.setter
+    def has_fixed_reach(self, value: bool) -> None:
+        self.own.has_fixed_reach = value
+
+    def ask(self, rows: int, context: int) -> int:
+        return self.own.ask(rows, context) if self.decides else 0
+
+    def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
+        if self.decides:
+            tree = self.own.cut(tree, rows)
+        return shared_tree(tree, self.most_nodes + 1, self.group)
+
+    def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
+        if self.decides:
+            self.own.learn(tree, paths, draft_seconds, forward_seconds)
+
+
+def shared_budget(own: Budget, target: PreTrainedModel) -> "Budget | SharedBudget":
+    """`own`, or what makes it the first process's affair where `target` is tensor-parallel."""
+    group = tensor_parallel_group(target)
+    return own if group is None else SharedBudget(own, group)
+
+
+def shared_tree(tree: Tree, width: int, group: Any) -> Tree:
+    """The first process's, whatever the others have. One small message of one size: rows x `width` x 4 numbers."""
+    parts = (tree.tokens, tree.parents, tree.depths, tree.valid.long())
+    message = torch.zeros(len(tree.tokens), 4, width + 1, dtype=torch.long, device=tree.tokens.device)  # [B, 4, 1 + W]
+    message[:, 0, 0], message[:, 1, 0] = tree.size, tree.max_depth
+    message[:, :, 1 : tree.size + 1] = torch.stack(parts, dim=1)
+    dist.broadcast(message, group=group, group_src=0)
+    size, max_depth = message[0, :2, 0].tolist()
+    tokens, parents, depths, valid = message[:, :, 1 : size + 1].unbind(1)  # [B, n] each
+    log_probs = tree.log_probs if tree.size == size else torch.zeros(tokens.shape, device=tokens.device)
+    return Tree(tokens, parents, depths, log_probs, valid.bool(), max_depth=max_depth)

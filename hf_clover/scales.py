@@ -1,0 +1,62 @@
+"""How large the target's states and embeddings are, so that what heads are fed starts in balance at every size.
+
+Contract: functions of a target that change nothing in it. States are measured on random tokens: heads are made from a
+target alone, with no text at hand, and what is asked for is a ratio of two sizes of the same states, which comes out
+nearly the same for any tokens as long as there are enough of them. Embeddings need no pass: their table is at hand.
+
+Shapes: B rows of random tokens, T tokens in each, V vocabulary, d hidden size.
+"""
+
+import math
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .target_parts import find_decoder
+
+ROWS, TOKENS = 4, 32  # of random ids
+FIRST = 4  # tokens of a row that are left out: some targets keep in them what is larger than all else
+
+
+@torch.no_grad()
+def embedding_scale(rows: torch.Tensor) -> float:
+    """What brings a table [V, d] to root mean square 1: of the median row, since some ids are never used."""
+    sizes = rows.detach().float().pow(2).mean(-1).sqrt()  # [V]
+    used = sizes[sizes > 0]
+    return 1.0 / used.median().item() if len(used) else 1.0
+
+
+@torch.no_grad()
+def final_norm_ratio(target: PreTrainedModel) -> float:
+    """How much smaller (or larger) the target's final norm makes its states; 1 where that cannot be tried."""
+    _, _, norm = find_decoder(target)
+    if norm is None:
+        return 1.0
+    sizes: list[tuple[float, float]] = []
+
+    def after(_: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        sizes.append((_size(args[0]), _size(output)))
+
+    config = target.config.get_text_config(decoder=True)
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(config.vocab_size, (ROWS, TOKENS), generator=generator).to(target.device)  # [B, T]
+    hook, was_training = norm.register_forward_hook(after), target.training
+    try:
+        target.eval()(input_ids=text, use_cache=False)
+    except Exception:  # it wants more than tokens, say
+        return 1.0
+    finally:
+        hook.remove()
+        target.train(was_training)
+    before, behind = sizes[-1] if sizes else (1.0, 1.0)
+    ratio = behind / before if before > 0 else 1.0
+    return ratio if math.isfinite(ratio) and ratio > 0 else 1.0
+
+
+def _size(states: torch.Tensor) -> float:
+    """[B, T, d] -> the median token's root mean square."""
+    return states[:, FIRST:].float().pow(2).mean(-1).sqrt().median().item()
+
+
+__all__ = ["embedding_scale", "final_norm_ratio"]

@@ -1,0 +1,78 @@
+"""Muon for the matrices of heads, AdamW for everything else, as one optimizer.
+
+Contract: `MuonAndAdamW` is to a trainer, a schedule and a checkpoint what any `torch.optim.Optimizer` is. A step of
+Muon changes what a matrix does to any input by about its learning rate, whatever the matrix's size, so that one rate
+holds for small targets and for large ones. This module does not know heads or trainers.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+HAS_MUON = hasattr(torch.optim, "Muon")  # torch 2.9 and later
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """
+    Args:
+        params: parameters, or groups of them, each of which may have a `weight_decay` of its own. What has two
+            dimensions is Muon's.
+        lr, betas, eps: AdamW's.
+        muon_lr, momentum: Muon's.
+        weight_decay: of both, where a group does not say otherwise.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        muon_lr: float = 0.02,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        momentum: float = 0.95,
+    ) -> None:
+        params = list(params)
+        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices := _chosen(groups, lambda parameter: parameter.ndim == 2):
+            self.parts.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=momentum))
+        if others := _chosen(groups, lambda parameter: parameter.ndim != 2):
+            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        """The parts' groups are this optimizer's own: what a schedule changes here, it changes there."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
+
+
+def _chosen(groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]) -> list[dict[str, Any]]:
+    """The groups with only those of their parameters that are `wanted`, and no group without any."""
+    chosen = [
+        {**group, "params": [parameter for parameter in group["params"] if wanted(parameter)]} for group in groups
+    ]
+    return [group for group in chosen if group["params"]]
+
+
+__all__ = ["HAS_MUON", "MuonAndAdamW"]

@@ -1,0 +1,146 @@
+"""What is on disk is whole, or is said not to be.
+
+Contract: a checkpoint that a full disk, a kill or a broken copy cut short is never gone on from. Asked for the newest,
+training takes the newest that is whole and says which it left; asked for a broken one by name, it refuses and says
+what is wrong. Where one cannot be written, the error says so, and the ones before it stay. Nothing is deleted; only
+headers are read, never weights. This module knows transformers' names of files and neither heads nor losses.
+"""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json")
+SHARDED = ("pytorch_model_fsdp*", "global_step*")  # of FSDP and DeepSpeed, which keep the optimizer's state apart too
+OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+RANDOM = "rng_state*.pth"
+
+
+class WholeCheckpoints:
+    """What a `Trainer` that inherits from this does before it reads a checkpoint, and when it cannot write one."""
+
+    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args), *args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not _is_of_the_disk(error):
+                raise
+            step, folder = self.state.global_step, self.args.output_dir
+            raise OSError(
+                f"The checkpoint of step {step} could not be written to {folder!r} ({error}). Earlier checkpoints are "
+                "as they were: make room there, or set `save_total_limit`, and run again with "
+                "`resume_from_checkpoint=True`."
+            ) from error
+
+
+def _is_of_the_disk(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno is not None  # a push that failed has none
+    return isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error) or "inline_contain" in str(error)
+
+
+def checkpoint_to_resume(asked: str | os.PathLike | bool | None, args: TrainingArguments) -> str | bool | None:
+    """What to hand to transformers in place of `resume_from_checkpoint`."""
+    if asked is None or asked is False or (asked is not True and not Path(asked).is_dir()):
+        return asked  # transformers says so where there is nothing
+    if asked is not True:
+        problem = what_is_broken(asked, args.save_only_model)
+        if problem is not None:
+            raise ValueError(
+                f"`resume_from_checkpoint={str(asked)!r}` is not whole: {problem}. Copy it again, name another "
+                "checkpoint, or pass `True`, which takes the newest that is whole."
+            )
+        return asked
+    broken = {}
+    for folder in checkpoints_in(args.output_dir):
+        problem = what_is_broken(folder, args.save_only_model)
+        if problem is None:
+            for path, reason in broken.items():
+                logger.warning(f"{str(path)!r} is not whole ({reason}): training goes on from {str(folder)!r}.")
+            return str(folder)
+        broken[folder] = problem
+    if broken:
+        newest, problem = next(iter(broken.items()))
+        raise ValueError(
+            f"`resume_from_checkpoint=True`: none of the {len(broken)} checkpoints in {args.output_dir!r} is whole; "
+            f"in {newest.name!r} {problem}. Copy one again, or begin anew without `resume_from_checkpoint`."
+        )
+    return True
+
+
+def checkpoints_in(folder: str | os.PathLike) -> list[Path]:
+    """The newest first."""
+    found = {}
+    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        step = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+        if step.isdecimal() and path.is_dir():
+            found[int(step)] = path
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def what_is_broken(folder: str | os.PathLike, is_model_only: bool = False) -> str | None:
+    """None where training can go on from there as if it had never stopped."""
+    folder = Path(folder)
+    is_sharded = any(list(folder.glob(pattern)) for pattern in SHARDED)
+    weights = [folder / name for name in WEIGHTS if (folder / name).exists()]
+    optimizer = [folder / name for name in OPTIMIZER if (folder / name).exists()]
+    if not weights and not is_sharded:
+        return f"`{WEIGHTS[0]}` is missing"
+    needed = [folder / STATE]  # written last
+    if not is_model_only and not is_sharded:
+        if not optimizer:
+            return (
+                f"`{OPTIMIZER[0]}` is missing (if it was left out on purpose, pass `save_only_model=True`: the "
+                "optimizer then starts afresh)"
+            )
+        needed.append(folder / SCHEDULER)
+    missing = next((file for file in needed if not file.exists()), None)
+    if missing is not None:
+        return f"`{missing.name}` is missing"
+    for file in [*weights, *optimizer, *needed, *sorted(folder.glob(RANDOM))]:
+        problem = _damage(file)
+        if problem is not None:
+            return f"`{file.name}` is damaged or cut short ({problem})"
+    return None
+
+
+def _damage(file: Path) -> str | None:
+    try:
+        if file.suffix == ".json":
+            content = json.loads(file.read_text())
+            if not content:
+                return "it is empty"
+            for shard in sorted(set(content.get("weight_map", {}).values())):  # of an index
+                with safe_open(file.parent / shard, framework="pt"):
+                    pass
+        elif file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                pass
+        else:
+            zipfile.ZipFile(file).close()  # torch's format; its table of contents stands at the end
+    except (AttributeError, OSError, SafetensorError, ValueError, zipfile.BadZipFile) as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there whole or as it was before, whatever happens meanwhile."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+__all__ = ["WholeCheckpoints", "checkpoint_to_resume", "checkpoints_in", "what_is_broken", "write_whole"]

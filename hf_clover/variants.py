@@ -1,0 +1,106 @@
+"""What the variants of Clover heads are made of, and between which bounds a configuration may lie.
+
+Contract: tables, without code. A sibling of `configuration_clover.py` that travels to the Hub with it.
+"""
+
+from typing import Any
+
+# What each variant of the papers is made of. A field the user leaves at None takes its value from here.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "clover-x": {
+        "num_heads": 5,
+        "num_augmenting_layers": 2,
+        "augmenting_block": "full",
+        "decoder": "gated",
+        "decoder_position": "both",
+        "decoder_bias": False,
+        "decoder_activation": "silu",
+        "output_projector": "none",
+        "entry": "fc",
+        "normalize_embeddings": False,
+        "normalize_hidden_states": True,
+        "loss_type": "kl",
+        "hidden_loss_weight": 0.0,
+    },
+    "clover-2": {
+        "num_heads": 5,
+        "num_augmenting_layers": 2,
+        "augmenting_block": "full",
+        "decoder": "attention",
+        "decoder_position": "before",
+        "decoder_bias": True,
+        "decoder_activation": None,
+        "output_projector": "fc",
+        "entry": "decoder",
+        "normalize_embeddings": False,
+        "normalize_hidden_states": False,
+        "loss_type": "clover-2",
+        "hidden_loss_weight": 10.0,
+    },
+    "clover": {
+        "num_heads": 3,
+        "num_augmenting_layers": 1,
+        "augmenting_block": "full",
+        "decoder": "attention",
+        "decoder_position": "after",
+        "decoder_bias": False,
+        "decoder_activation": "silu",
+        "output_projector": "residual",
+        "entry": "decoder",
+        "normalize_embeddings": True,
+        "normalize_hidden_states": False,
+        "loss_type": "clover",
+        "hidden_loss_weight": 0.0,
+    },
+    "medusa": {
+        "num_heads": 5,
+        "num_augmenting_layers": 0,
+        "augmenting_block": "none",
+        "decoder": "none",
+        "decoder_position": "after",
+        "decoder_bias": False,
+        "decoder_activation": None,
+        "output_projector": "residual",
+        "entry": "decoder",
+        "normalize_embeddings": False,
+        "normalize_hidden_states": False,
+        "loss_type": "clover",
+        "hidden_loss_weight": 0.0,
+    },
+}
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "variant": tuple(VARIANTS),
+    "augmenting_block": ("full", "attention", "mlp", "none"),
+    "decoder": ("attention", "mlp", "gated", "none"),
+    "decoder_position": ("before", "after", "both"),
+    "decoder_activation": (None, "silu"),
+    "output_projector": ("fc", "residual", "none"),
+    "entry": ("decoder", "fc"),
+    "loss_type": ("clover-2", "clover", "kl", "acceptance"),
+    "draft_tree": ("global", "levels", "chain"),
+}
+
+# Far above any model there is: a config that asks for more is a mistake or an attack, not a model.
+UPPER_BOUNDS = {
+    "hidden_size": 1 << 17,
+    "vocab_size": 1 << 24,
+    "intermediate_size": 1 << 20,
+    "num_heads": 64,
+    "num_augmenting_layers": 64,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "decoder_num_heads": 1 << 12,
+    "decoder_width": 1 << 20,
+    "head_dim": 1 << 13,
+    "max_position_embeddings": 1 << 26,
+    "draft_top_k": 1 << 10,
+    "draft_beam_width": 1 << 10,
+    "draft_depth": 256,
+    "draft_vocab_size": 1 << 24,
+}
+MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
+LONGEST_NAME = 1024
+
+
+__all__ = ["CHOICES", "LONGEST_NAME", "MOST_PARAMETERS", "UPPER_BOUNDS", "VARIANTS"]

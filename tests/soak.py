@@ -1,0 +1,420 @@
+"""Random generations with heads against plain generate, for as long as one likes.
+
+    python tests/soak.py --minutes 60                  # counts in soak.json; the same again goes on from there
+    python tests/soak.py --count 500 --state none      # so many cases, kept nowhere
+    python tests/soak.py --case 1234                   # this one alone, with everything that was drawn for it
+
+Contract: `draw(seed)` is one case, the same for the same seed: a target of tests/zoo.py in some dtype and attention,
+heads and their trees, a batch of prompts, processors, ways to stop, a cache, and one or more turns of a conversation.
+`run(case)` plays it plainly and with heads and says what was wrong. In float64, tokens, random numbers and a
+streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. In other
+dtypes decoding is greedy, and where tokens differ `hf_clover.verification.explain` says whether it was rounding.
+Drafts are in part planted (tests/oracle.py), so that every depth of acceptance occurs. Cases are numbered from
+`--seed` on; the state file holds the next number, counts per kind, and every case that failed, with how to repeat it.
+"""
+
+import argparse
+import json
+import logging
+import random
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import planted
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from zoo import ZOO, build, ragged_batch
+
+from hf_clover import CloverHeads, speculations
+from hf_clover.verification import BUG, explain
+
+VOCABULARY = 16
+EXACT = torch.float64
+TARGETS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
+# A token's expert is a choice of its own, which rounding may turn; here a difference could only be explained away.
+EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "llama4_tuned", "qwen3_next", "jamba")
+NO_DOUBLE = (
+    "qwen3_next",
+    "mamba",
+    "jamba",
+    "bamba",
+    "recurrent_gemma",
+    "rwkv",
+)  # their kernels are of single precision
+
+PROCESSING = [
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 3},
+    {"bad_words_ids": [[3], [4, 5]]},
+    {"sequence_bias": [[[2], 1.5], [[3, 4], -3.0]]},
+    {"suppress_tokens": [1, 2], "begin_suppress_tokens": [3]},
+    {"min_new_tokens": 6},
+    {"forced_eos_token_id": 6},
+    {"renormalize_logits": True},
+    {"remove_invalid_values": True},
+]
+WARPING = [
+    {"temperature": 0.6},
+    {"temperature": 1.4},
+    {"top_k": 4},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"typical_p": 0.8},
+    {"epsilon_cutoff": 0.05},
+    {"eta_cutoff": 0.05},
+]
+
+
+@dataclass
+class Case:
+    """What `draw` drew. Turns: the new tokens of each, and whether heads speak in it."""
+
+    seed: int
+    target: str
+    attention: str
+    dtype: str
+    variant: str
+    tree: str
+    nodes: int | None
+    is_planted: bool
+    lengths: list[int]
+    turns: list[tuple[int, bool]]
+    cache: str
+    options: dict[str, Any]
+    own_processor: bool
+    own_criterion: bool
+    streamer: bool
+    draft_vocabulary: bool
+
+    @property
+    def kinds(self) -> list[str]:
+        rows = len(self.lengths) * self.options.get("num_return_sequences", 1)
+        kinds = [f"target {self.target}", f"attention {self.attention}", f"dtype {self.dtype}"]
+        kinds += [f"variant {self.variant}", f"tree {self.tree}", f"rows {rows}", f"turns {len(self.turns)}"]
+        kinds += [f"cache {self.cache}", "sampled" if self.options["do_sample"] else "greedy"]
+        kinds += ["planted drafts" if self.is_planted else "own drafts"]
+        kinds += ["automatic budget" if self.nodes is None else "fixed budget"]
+        kinds += [f"option {name}" for name in self.options if name not in ("do_sample", "pad_token_id")]
+        for name in ("own_processor", "own_criterion", "streamer", "draft_vocabulary"):
+            kinds += [name.replace("_", " ")] if getattr(self, name) else []
+        return kinds
+
+
+@dataclass
+class Outcome:
+    generations: int = 0  # with heads
+    new_tokens: int = 0
+    accepted_tokens: int = 0
+    methods: list[str] = field(default_factory=list)
+    numerics: int = 0  # rows where rounding decided
+    error: str | None = None  # what was wrong
+
+
+def draw(seed: int) -> Case:
+    rng = random.Random(seed)
+    name, attention = rng.choice(TARGETS)
+    dtype = rng.choice(["float64"] * 6 + ["float32", "bfloat16", "float16"])
+    if (name in NO_DOUBLE and dtype == "float64") or (name in EXPERTS and dtype in ("bfloat16", "float16")):
+        dtype = "float32"
+    lengths = [rng.randint(1, 12) for _ in range(rng.choice([1, 1, 1, 2, 3, 5]))]
+    if attention == "eager" and dtype in ("float64", "float16"):  # padding gives NaN there, in plain generate too
+        lengths = lengths[:1] * len(lengths)
+    turns = [(rng.choice([1, 2, 5, 9, 14, 22]), True)]
+    is_exact = dtype == "float64"
+    while is_exact and rng.random() < 0.25:
+        turns.append((rng.randint(1, 10), rng.random() < 0.7))
+    rng.shuffle(turns)
+    cache = rng.choice(["dynamic"] * 5 + ["users dynamic", "static", "users static"])
+    if len(turns) > 1 and not cache.startswith("users"):
+        cache = "users dynamic"
+    options: dict[str, Any] = {"do_sample": is_exact and rng.random() < 0.5, "pad_token_id": 0}
+    for settings in rng.sample(PROCESSING, rng.choice([0, 0, 0, 1, 2])):
+        options |= settings
+    if options["do_sample"]:
+        for settings in rng.sample(WARPING, rng.choice([0, 1, 2, 3])):
+            options |= settings
+        if rng.random() < 0.15:
+            options["num_return_sequences"] = 2
+    if rng.random() < 0.4:
+        options["eos_token_id"] = rng.sample(range(1, VOCABULARY), rng.choice([1, 1, 3]))
+    if rng.random() < 0.1:
+        options["prefill_chunk_size"] = rng.choice([2, 5])
+    if is_exact and rng.random() < 0.1:
+        options |= {"output_scores": True, "output_logits": True}
+    return Case(
+        seed=seed,
+        target=name,
+        attention=attention,
+        dtype=dtype,
+        variant=rng.choice(["clover-2", "clover", "medusa"]),
+        tree=rng.choice(["global", "levels", "chain"]),
+        nodes=rng.choice([None, 1, 2, 3, 5, 8, 13, 30]),
+        is_planted=rng.random() < 0.6,
+        lengths=lengths,
+        turns=turns,
+        cache=cache,
+        options=options,
+        own_processor=is_exact and rng.random() < 0.1,
+        own_criterion=is_exact and rng.random() < 0.1,
+        streamer=is_exact and rng.random() < 0.1,
+        draft_vocabulary=rng.random() < 0.15,
+    )
+
+
+# ---------------------------------------------------------------------- a caller's own
+
+
+class Pushes(LogitsProcessor):
+    """Stateful: pushes down what it has seen itself pick."""
+
+    def __init__(self) -> None:
+        self.counts: Any = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.counts = self.counts + torch.nn.functional.one_hot(input_ids[:, -1], scores.shape[1])
+        return scores - 0.6 * self.counts
+
+
+class SumIsHigh(StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -4:].sum(1) > 46
+
+
+class Events(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+# ---------------------------------------------------------------------- one case
+
+
+@cache
+def target_of(name: str, attention: str, dtype: str) -> PreTrainedModel:
+    return build(name, attention, vocab_size=VOCABULARY, dtype=getattr(torch, dtype))
+
+
+@cache
+def heads_of(name: str, attention: str, dtype: str, variant: str, has_draft_vocabulary: bool) -> CloverHeads:
+    size = VOCABULARY // 2 if has_draft_vocabulary else None
+    heads = CloverHeads.from_target(target_of(name, attention, dtype), variant=variant, draft_vocab_size=size)
+    if has_draft_vocabulary:
+        heads.draft_ids.copy_(torch.arange(1, VOCABULARY, 2))
+    return heads
+
+
+@dataclass
+class Said:
+    """One conversation, turn by turn."""
+
+    sequences: list[torch.Tensor] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    random: list[float] = field(default_factory=list)  # the next random number after each turn
+    scores: list[Any] = field(default_factory=list)
+
+
+def run(case: Case) -> Outcome:
+    """Never raises: whatever goes wrong is in `error`."""
+    outcome = Outcome()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _play(case, outcome)
+    except Exception:
+        outcome.error = traceback.format_exc()
+    return outcome
+
+
+def _play(case: Case, outcome: Outcome) -> None:
+    target = target_of(case.target, case.attention, case.dtype)
+    heads = heads_of(case.target, case.attention, case.dtype, case.variant, case.draft_vocabulary)
+    heads.config.draft_tree = case.tree
+    try:
+        plain = _talk(case, target, None, None)
+    except Exception as error:  # what plain generate refuses, heads may refuse too
+        outcome.methods.append(f"plain generate raises {type(error).__name__}")
+        return
+    with speculations() as records:
+        ours = _talk(case, target, heads, plain.sequences)
+    for record in records:
+        outcome.generations += 1
+        outcome.new_tokens += record.new_tokens
+        outcome.accepted_tokens += record.accepted_tokens
+        outcome.methods.append(record.method)
+    if not (case.options["do_sample"] and "chain" in outcome.methods):  # that draws other random numbers
+        outcome.error = _what_differs(case, target, plain, ours, outcome)
+
+
+def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth: list[torch.Tensor] | None) -> Said:
+    said, kept = Said(), None
+    inputs = ragged_batch(VOCABULARY, tuple(case.lengths), case.seed)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if case.cache == "users dynamic":
+        kept = DynamicCache(config=target.config.get_text_config(decoder=True))
+    elif case.cache == "users static":
+        kept = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
+    torch.manual_seed(case.seed)
+    for turn, (new, with_heads) in enumerate(case.turns):
+        options = {**case.options, "max_new_tokens": new, "return_dict_in_generate": True}
+        streamer = Events() if case.streamer and len(ids) == 1 else None
+        options |= {"streamer": streamer} if streamer else {}
+        options |= {"cache_implementation": "static"} if case.cache == "static" else {}
+        options |= {"logits_processor": LogitsProcessorList([Pushes()])} if case.own_processor else {}
+        options |= {"stopping_criteria": StoppingCriteriaList([SumIsHigh()])} if case.own_criterion else {}
+        options |= {} if kept is None else {"past_key_values": kept}
+        planting = nullcontext()
+        if heads is not None and with_heads:
+            options |= {"assistant_model": heads}
+            options |= {} if case.nodes is None else {"num_assistant_tokens": case.nodes}
+            if case.is_planted:
+                planting = planted(truth[turn], ids.shape[1], case.seed + turn)
+        with planting:
+            out = target.generate(input_ids=ids, attention_mask=mask, **options)
+        said.sequences.append(out.sequences)
+        said.scores.append((out.scores, out.logits))
+        said.events += streamer.seen if streamer else []
+        said.random.append(float(torch.rand(1)))
+        ids = torch.cat((out.sequences, out.sequences[:, :2] % (VOCABULARY - 1) + 1), dim=1)
+        mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
+        mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    return said
+
+
+def _what_differs(case: Case, target: PreTrainedModel, plain: Said, ours: Said, outcome: Outcome) -> str | None:
+    for turn, (its, mine) in enumerate(zip(plain.sequences, ours.sequences, strict=True)):
+        if torch.equal(its, mine):
+            continue
+        if getattr(torch, case.dtype) is EXACT:
+            return f"turn {turn}: tokens\n{mine.tolist()}\ninstead of\n{its.tolist()}"
+        batch = ragged_batch(VOCABULARY, tuple(case.lengths), case.seed)
+        options = {**case.options, "max_new_tokens": case.turns[0][0]}
+        differences = explain(target, batch, its, mine, options)
+        outcome.numerics += len(differences)
+        bugs = [difference for difference in differences if difference.verdict == BUG]
+        return "\n".join(map(str, bugs)) or None
+    if ours.events != plain.events:
+        return f"a streamer saw {ours.events} instead of {plain.events}"
+    if ours.random != plain.random:
+        return "other random numbers are left than by plain generate"
+    for its, mine in zip(plain.scores, ours.scores, strict=True):
+        for theirs, recorded in zip(its, mine, strict=True):
+            if theirs is not None and not _are_near(theirs, recorded):
+                return "recorded scores or logits differ"
+    return None
+
+
+def _are_near(theirs: tuple[torch.Tensor, ...], recorded: tuple[torch.Tensor, ...]) -> bool:
+    if len(theirs) != len(recorded):
+        return False
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(theirs, recorded, strict=True))
+
+
+# ---------------------------------------------------------------------- many
+
+
+@dataclass
+class State:
+    """What has been run, as it is kept between runs."""
+
+    seed: int = 0  # of the next case
+    cases: int = 0
+    generations: int = 0
+    new_tokens: int = 0
+    accepted_tokens: int = 0
+    numerics: int = 0
+    seconds: float = 0.0
+    methods: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path | None, seed: int) -> "State":
+        if path is None or not path.exists():
+            return cls(seed=seed)
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**kept, "methods": Counter(kept["methods"]), "kinds": Counter(kept["kinds"])})
+
+    def write(self, path: Path | None) -> None:
+        if path is not None:
+            fresh = path.with_suffix(".new")
+            fresh.write_text(json.dumps(vars(self), indent=1) + "\n", encoding="utf-8")
+            fresh.replace(path)  # never half a file
+
+    def count(self, case: Case, outcome: Outcome, seconds: float) -> None:
+        self.seed, self.cases = case.seed + 1, self.cases + 1
+        self.generations += outcome.generations
+        self.new_tokens += outcome.new_tokens
+        self.accepted_tokens += outcome.accepted_tokens
+        self.numerics += outcome.numerics
+        self.seconds += seconds
+        self.methods.update(outcome.methods)
+        self.kinds.update(case.kinds)
+        if outcome.error:
+            self.failures.append({"repeat": f"python tests/soak.py --case {case.seed}", "error": outcome.error})
+
+
+def soak(state: State, minutes: float | None = None, count: int | None = None) -> Iterator[tuple[Case, Outcome]]:
+    """Cases from `state.seed` on, until the time or the count is over; the state counts each before it is yielded."""
+    started, done = time.monotonic(), 0
+    while (minutes is None or time.monotonic() - started < 60 * minutes) and (count is None or done < count):
+        begun, case = time.monotonic(), draw(state.seed)
+        outcome = run(case)
+        state.count(case, outcome, time.monotonic() - begun)
+        done += 1
+        yield case, outcome
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, help="stop after so many")
+    parser.add_argument("--count", type=int, help="stop after so many cases")
+    parser.add_argument("--seed", type=int, default=0, help="of the first case, where there is no state file yet")
+    parser.add_argument("--state", default="soak.json", help="where the counts are kept; none for nowhere")
+    parser.add_argument("--case", type=int, help="run the case of this seed alone")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in ("transformers", "hf_clover"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if arguments.case is not None:
+        case = draw(arguments.case)
+        print(case, outcome := run(case), sep="\n")
+        raise SystemExit(outcome.error is not None)
+    path = None if arguments.state == "none" else Path(arguments.state)
+    state = State.read(path, arguments.seed)
+    for case, outcome in soak(state, arguments.minutes, arguments.count):
+        if outcome.error:
+            print(f"case {case.seed} failed; `python tests/soak.py --case {case.seed}` repeats it\n{outcome.error}")
+        if outcome.error or state.cases % 50 == 0:
+            state.write(path)
+            print(f"{state.cases} cases, {state.generations} generations, {len(state.failures)} failed", flush=True)
+    state.write(path)
+    raise SystemExit(bool(state.failures))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    main()

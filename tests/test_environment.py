@@ -1,0 +1,145 @@
+"""`hf-clover env`: what it says, what it must not say, and the templates that ask for it."""
+
+import getpass
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationMixin
+from typer.testing import CliRunner
+
+import hf_clover
+from hf_clover import cli
+from hf_clover.environment import PACKAGES, as_text, environment
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def report():
+    return environment()
+
+
+def test_what_it_says_is_so(report):
+    assert report["hf_clover"] == hf_clover.__version__
+    assert report["python"] == platform.python_version()
+    assert report["packages"] == {name: importlib.metadata.version(name) for name in PACKAGES}
+    assert report["torch_build"]["threads"] == torch.get_num_threads()
+    assert report["torch_build"]["cuda"] == torch.version.cuda
+    assert 1 <= report["cpu"]["cores"] <= os.cpu_count()
+    assert report["cpu"]["memory_gib"] > 0
+    assert report["cpu"]["model"]
+    assert len(report["devices"]) == torch.cuda.device_count()
+    assert report["attention"][:2] == ["eager", "sdpa"]
+    assert report["generate"] == {"hook_installed": True, "lacking_in_transformers": None}
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    hf_clover.uninstall_hook()
+    try:
+        monkeypatch.delattr(GenerationMixin, "_prefill")
+        monkeypatch.setattr("hf_clover.environment.installed_version", {"torch": "1.2"}.get)
+        report = environment()
+    finally:
+        monkeypatch.undo()
+        hf_clover.install_hook()
+    assert report["generate"] == {"hook_installed": False, "lacking_in_transformers": "no `_prefill`"}
+    assert report["packages"]["trl"] is None
+    text = as_text(report)
+    assert "- trl: not installed" in text
+    assert "- torch: 1.2" in text
+    assert "- generate: hook installed no, lacking in transformers no `_prefill`" in text
+
+
+def test_standing_aside_is_not_installed(monkeypatch):
+    """Where a name is lacking, the only wrapper is the one that leaves heads out."""
+    from hf_clover.decoding import hook
+
+    hf_clover.uninstall_hook()
+    monkeypatch.setattr(hook, "PRIVATE_NAMES", {"_renamed_since": ()})
+    try:
+        with pytest.warns(UserWarning, match="no `_renamed_since`"):
+            hf_clover.install_hook()
+        assert environment()["generate"]["hook_installed"] is False
+    finally:
+        hf_clover.uninstall_hook()
+        monkeypatch.undo()
+        hf_clover.install_hook()
+    assert environment()["generate"]["hook_installed"] is True
+
+
+def test_devices_are_described(monkeypatch):
+    properties = type("Properties", (), {"name": "NVIDIA H200", "total_memory": 141 * 2**30, "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    device = {"name": "NVIDIA H200", "memory_gib": 141.0, "capability": "9.0"}
+    assert environment()["devices"] == [device, device]
+    one = "name NVIDIA H200, memory gib 141.0, capability 9.0"
+    assert f"- devices: {one}; {one}" in as_text(environment())
+
+
+def test_the_command_prints_it(report):
+    printed = CliRunner().invoke(cli.app, ["env"])
+    assert (printed.exit_code, printed.stdout.strip()) == (0, as_text(report))
+    assert all(re.fullmatch(r"- [\w ]+: \S.*", line) for line in printed.stdout.splitlines())
+    as_json = CliRunner().invoke(cli.app, ["env", "--json"])
+    assert json.loads(as_json.stdout) == report
+
+
+def test_nothing_tells_who_or_where(tmp_path):
+    """In a process with a name, a home and tokens that would be noticed."""
+    home = tmp_path / "home-of-somebody"
+    home.mkdir()
+    secrets = {
+        "HOME": str(home),
+        "USER": "somebodysname",
+        "LOGNAME": "somebodysname",
+        "HF_TOKEN": "hf_secretsecret",
+        "HF_HOME": str(home / "hub"),
+        "OPENAI_API_KEY": "sk-secretsecret",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-c", "from hf_clover.cli import main; main()", "env", "--json"]
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=home, env={**os.environ, **secrets}
+    )
+    assert process.returncode == 0, process.stderr
+    said = json.dumps(json.loads(process.stdout))
+    users = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 4]
+    for private in (*secrets.values(), str(ROOT), sys.prefix, "/", "somebody", "secret", *users):
+        assert private not in said, private
+
+
+# ---------------------------------------------------------------------- the papers of the project
+
+
+@pytest.mark.parametrize("form", ["bug", "slow", "question"])
+def test_issue_forms_ask_for_it(form):
+    yaml = pytest.importorskip("yaml")
+    asked = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())
+    assert {"name", "description", "body"} <= set(asked)
+    fields = {field["id"]: field for field in asked["body"]}
+    assert "hf-clover env" in fields["env"]["attributes"]["label"]
+    assert form == "question" or fields["env"]["validations"]["required"]
+
+
+def test_what_contributing_and_the_checklist_name_is_there():
+    known = {"examples/experiments", "examples/benchmarks"}
+    for page in ("CONTRIBUTING.md", "CHANGELOG.md", ".github/PULL_REQUEST_TEMPLATE.md"):
+        text = (ROOT / page).read_text()
+        paths = re.findall(
+            r"`((?:hf_clover|tests|examples|hub_cards|\.ci)/[\w/.]*|[\w-]+\.(?:txt|cfg|md|toml))`", text
+        )
+        assert paths, page
+        for path in {*paths, *known}:
+            homes = (ROOT / path, ROOT / "hf_clover" / path)
+            assert any(home.exists() for home in homes), f"{page} names {path}"

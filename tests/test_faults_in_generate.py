@@ -1,0 +1,269 @@
+"""What goes wrong, or goes on beside, while text is generated: memory, threads, interruptions, numbers that are none.
+
+What is refused before a token is generated is in test_bad_input.py, with the first of the interruptions; threads that
+all speculate are in test_neighbours.py and test_static.py.
+"""
+
+import gc
+import math
+import tracemalloc
+import warnings
+
+import pytest
+import torch
+from oracle import planted
+from test_bad_input import Breaks, state_of
+from test_static import Graphs
+from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessorList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask
+from zoo import build, ragged_batch
+
+from hf_clover import CloverHeads
+from hf_clover.decoding.attention import attention_for_trees
+from hf_clover.decoding.support import CloverWarning
+
+VOCABULARY, NEW = 16, 20
+
+
+@pytest.fixture
+def model():
+    return build("llama", vocab_size=VOCABULARY)
+
+
+@pytest.fixture
+def heads(model):
+    return CloverHeads.from_target(model)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.slow
+@pytest.mark.automatic
+def test_memory_does_not_grow(model, heads):
+    """500 generations of many kinds; what is learned of the first is kept, and nothing after that."""
+    other = CloverHeads.from_target(model, variant="medusa")
+
+    def some(count):
+        for i in range(count):
+            options = {"max_new_tokens": 3 + i % 4, "pad_token_id": 0, "assistant_model": (heads, other)[i % 2]}
+            options |= {"do_sample": True, "temperature": 0.5 + 0.001 * (i % 500)} if i % 3 else {}
+            options |= {"return_dict_in_generate": True, "output_scores": True} if i % 5 == 0 else {}
+            options |= {"num_assistant_tokens": 6} if i % 7 < 3 else {}
+            options |= {"cache_implementation": "static"} if i % 11 == 0 else {}
+            model.generate(**ragged_batch(VOCABULARY, ((5,), (4, 7), (5, 9, 3))[i % 3]), **options)
+        gc.collect()
+        return len(gc.get_objects()), sum(torch.is_tensor(thing) for thing in gc.get_objects())
+
+    before = some(60)
+    tracemalloc.start()
+    held = tracemalloc.get_traced_memory()[0]
+    after = some(440)
+    grown = tracemalloc.get_traced_memory()[0] - held
+    tracemalloc.stop()
+    assert after[1] - before[1] < 30, "tensors"
+    assert after[0] - before[0] < 400, "objects, of 440 generations"
+    assert grown < 300_000, "bytes"
+
+
+# ---------------------------------------------------------------------- threads
+
+
+def like_flash(module, query, key, value, attention_mask, **kwargs):
+    """Takes, as flash attention does, no mask or which columns are text."""
+    assert attention_mask is None or attention_mask.ndim == 2, "a mask made for another implementation"
+    new, columns = query.shape[2], key.shape[2]
+    visible = torch.ones(new, columns, dtype=torch.bool).tril(columns - new)[None, None]  # [1, 1, n, C]
+    if attention_mask is not None:
+        visible = visible & attention_mask[:, None, None, :columns].bool()
+        visible = visible | torch.eye(new, columns, dtype=torch.bool).roll(columns - new, 1)
+    kwargs.pop("is_causal", None)
+    return sdpa_attention_forward(module, query, key, value, visible, is_causal=False, **kwargs)
+
+
+@pytest.fixture
+def flash_like(model):
+    AttentionInterface.register("like_flash", like_flash)
+    AttentionMaskInterface.register("like_flash", flash_attention_mask)
+    model.set_attn_implementation("like_flash")
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "like_flash", "flex_attention"])
+@pytest.mark.parametrize("first_out", ["plain", "drafted"])
+def test_plain_generate_beside_it_with_attention_that_takes_no_tree(model, flash_like, implementation, first_out):
+    """Every forward of plain generate begins before, or ends after, another thread's trees have their attention."""
+    model.set_attn_implementation(implementation)
+    inputs, forwards = ragged_batch(VOCABULARY, (5, 9, 3)), []
+    truth = model.generate(**inputs, max_new_tokens=6)
+    trees = [attention_for_trees(model)]
+
+    def switch(*_):
+        forwards.append(model.config._attn_implementation)
+        if len(forwards) % 2:  # in the middle of a forward, whose masks are made
+            trees[0].__enter__()
+        else:
+            trees[0].__exit__(None, None, None)
+            trees[0] = attention_for_trees(model)
+
+    layer = 1 if first_out == "plain" else 2
+    handle = model.model.layers[layer].register_forward_pre_hook(switch)
+    try:
+        assert torch.equal(model.generate(**inputs, max_new_tokens=6), truth)
+    finally:
+        handle.remove()
+    assert len(forwards) == 6
+    assert len(set(forwards)) == 2, "it was switched"
+    assert model.config._attn_implementation == implementation
+
+
+def test_trees_on_a_target_whose_attention_takes_none(flash_like, heads):
+    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
+    plain = flash_like.generate(**inputs, max_new_tokens=NEW)
+    with planted(plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
+        warnings.simplefilter("error", CloverWarning)
+        out = flash_like.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, plain)
+    assert (out.speculation.method, out.speculation.accepted_tokens > NEW) == ("tree", True)
+
+
+# ---------------------------------------------------------------------- numbers that are none
+
+
+def ruin_weights(heads, value):
+    with torch.no_grad():
+        heads.head_norm.weight.fill_(value)
+
+
+def ruin_outputs(heads, value, after):
+    calls = iter(range(10**6))
+    heads.head_norm.register_forward_hook(lambda module, args, out: out + value if next(calls) >= after else out)
+
+
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"do_sample": True},
+    "processors": {"repetition_penalty": 1.2},
+    "static": {"cache_implementation": "static"},
+    "automatic": {"num_assistant_tokens": None},
+}
+
+
+@pytest.mark.automatic
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("where", ["weights", "outputs", "outputs, later"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)])
+def test_heads_that_give_no_numbers(model, heads, lengths, name, where, value):
+    options = {"max_new_tokens": NEW, "num_assistant_tokens": 8, **OPTIONS[name]}
+    inputs = ragged_batch(VOCABULARY, lengths)
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, **{k: v for k, v in options.items() if k != "num_assistant_tokens"})
+    if where == "weights":
+        ruin_weights(heads, value)
+    else:
+        ruin_outputs(heads, value, after=6 if where == "outputs, later" else 0)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = model.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
+    said = [w for w in caught if issubclass(w.category, CloverWarning)]
+    assert torch.equal(out.sequences, plain)
+    if name == "automatic" and where == "outputs, later":
+        assert len(said) <= 1, "drafting may have come to a rest before"
+        return
+    assert len(said) == 1
+    assert "the heads gave NaN: drafting is off for the rest of this call" in str(said[0].message)
+    sizes = out.speculation.tree_sizes
+    last = max(step for step, size in enumerate(sizes) if size)
+    assert not any(sizes[last + 1 :])
+    assert len(sizes) - last > 5, "most steps were plain"
+
+
+def test_compiled_heads_that_give_no_numbers(model, heads):
+    torch._dynamo.reset()
+    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
+    plain = model.generate(**inputs, max_new_tokens=NEW)
+    ruin_weights(heads, math.nan)
+    with pytest.warns(CloverWarning, match="heads gave NaN: drafting is off") as caught:
+        out = model.generate(
+            **inputs,
+            max_new_tokens=NEW,
+            assistant_model=heads,
+            num_assistant_tokens=5,
+            return_dict_in_generate=True,
+            **Graphs().options,
+        )
+    assert len([w for w in caught if issubclass(w.category, CloverWarning)]) == 1
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.tree_sizes == [5] + [0] * (NEW - 2)
+
+
+def test_looking_for_nan_costs_no_transfer(model, heads):
+    """What the walk needs of a tree comes to the host at once; nothing else is asked of it in a step of fixed size."""
+    from hf_clover.decoding import loop
+
+    inputs, asked = ragged_batch(VOCABULARY, (7,)), []
+    draft = loop._draft
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            if function in (torch.Tensor.__bool__, torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__int__):
+                asked.append(function)
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    def watched(drafter, budget, *rest):
+        original = drafter.draft
+
+        def drafting(*args, **kwargs):
+            tree = original(*args, **kwargs)
+            tree.valid = tree.valid.as_subclass(Watched)
+            tree.tokens = tree.tokens.as_subclass(Watched)
+            return tree
+
+        drafter.draft = drafting
+        try:
+            tree = draft(drafter, budget, *rest)
+        finally:
+            del drafter.draft
+        assert asked == [], "between the draft and the target's forward the host waits for nothing"
+        tree.valid, tree.tokens = (values.as_subclass(torch.Tensor) for values in (tree.valid, tree.tokens))
+        return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_draft", watched)
+        out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, num_assistant_tokens=4)
+    assert out.shape[1] == 7 + NEW
+
+
+# ---------------------------------------------------------------------- breaking off
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["processor", "streamer"])
+@pytest.mark.parametrize("implementation", ["static", "compiled", "like_flash"])
+def test_breaking_off_elsewhere(model, heads, request, where, error, implementation):
+    """As test_bad_input.py has it for the cache that grows: nothing of the call stays, and the next one is right."""
+    options = {"max_new_tokens": NEW, "num_assistant_tokens": 5}
+    if implementation == "like_flash":
+        request.getfixturevalue("flash_like")
+    elif implementation == "static":
+        options["cache_implementation"] = "static"
+    else:
+        torch._dynamo.reset()
+        options |= Graphs().options
+    inputs = ragged_batch(VOCABULARY, (7,))
+    plain = model.generate(**inputs, max_new_tokens=NEW)
+    model.generate(**inputs, assistant_model=heads, **options)  # so that the target has been measured
+    before, settings, breaks = state_of(model), heads.generation_config.to_dict(), Breaks(error)
+    kwargs = {"streamer": breaks} if where == "streamer" else {"logits_processor": LogitsProcessorList([breaks])}
+    with pytest.raises(type(error)):
+        model.generate(**inputs, assistant_model=heads, **{**options, "max_new_tokens": 60}, **kwargs)
+    assert state_of(model) == before
+    assert heads.generation_config.to_dict() == settings
+    with planted(plain, inputs["input_ids"].shape[1]):
+        again = model.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
+    assert torch.equal(again.sequences, plain)
+    assert again.speculation.accepted_tokens > 0

@@ -1,0 +1,134 @@
+"""Drafts that know the dice: the same text, and more of it accepted."""
+
+from unittest import mock
+
+import pytest
+import torch
+from fitting import fit
+from test_static import Graphs, graphs  # noqa: F401  (a fixture)
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from zoo import build, ragged_batch
+
+from hf_clover import CloverHeads
+from hf_clover.decoding import drafting, loop
+from hf_clover.decoding.foresight import Foresight, foresee
+from hf_clover.decoding.walk import Text
+
+VOCABULARY = 16
+NEW = 60
+
+
+def text_of(batch, rowwise=False, **settings):
+    criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
+    streamer = None if rowwise or batch == 1 else object()  # which keeps the rows at one token
+    config = GenerationConfig(max_length=99, **settings)
+    config._pad_token_tensor = None
+    return Text.start(torch.zeros(batch, 3, dtype=torch.long), LogitsProcessorList(), criteria, config, streamer)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_numbers_that_multinomial_is_about_to_draw(batch):
+    probs = torch.softmax(torch.randn(4, batch, VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=-1)
+    torch.manual_seed(5)
+    torch.rand(3)  # somewhere in the sequence
+    ahead = foresee(text_of(batch, do_sample=True), 4, VOCABULARY).log_noise  # [B, 4, V]
+    for level, here in enumerate(probs):
+        drawn = torch.multinomial(here, num_samples=1).squeeze(1)
+        assert torch.equal((here.log() - ahead[:, level]).argmax(-1), drawn)
+
+
+def test_the_generator_is_left_alone():
+    before = torch.get_rng_state()
+    assert foresee(text_of(1, do_sample=True), 2, VOCABULARY) is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_to_foresee():
+    assert foresee(text_of(1, do_sample=False), 2, VOCABULARY) is None
+    assert foresee(text_of(3, rowwise=True, do_sample=True), 2, VOCABULARY) is None
+
+
+def test_a_draft_vocabulary_sees_its_own_numbers():
+    noise = torch.randn(1, 1, VOCABULARY)
+    ids = torch.tensor([9, 2, 4])
+    logits = torch.randn(1, 2, 3)
+    weighed = Foresight(noise, 0.5).weigh(0, logits, ids)  # [1, 2, 3]
+    torch.testing.assert_close(weighed, torch.log_softmax(logits / 0.5, -1) - noise[0, 0, ids])
+
+
+def test_what_the_draft_holds_for_impossible_stays_so():
+    logits = torch.tensor([[[5.0, 4.0, -20.0]]])
+    lucky = torch.tensor([[[0.0, 0.0, -99.0]]])
+    assert Foresight(lucky, 1.0).weigh(0, logits, None)[0, 0, 2] == -torch.inf
+
+
+def bigrams(seed=0):
+    """A target whose logits depend on the last token alone, and heads that say exactly what it will say."""
+    target = build("llama", vocab_size=VOCABULARY)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    heads = CloverHeads.from_target(target)
+
+    def step(level, states, tokens):
+        return target.model.norm(target.model.embed_tokens(tokens)), states
+
+    return target, heads, mock.patch.object(drafting, "stepper", return_value=step)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 3.0])
+def test_heads_that_agree_with_the_target_are_always_right(temperature):
+    """As for greedy text: a chain is accepted whole. Two samples of one distribution would differ."""
+    target, heads, agreeing = bigrams()
+    inputs = ragged_batch(VOCABULARY, (7,))
+    common = {**inputs, "max_new_tokens": NEW, "do_sample": True, "temperature": temperature, "top_k": 0}
+    heads.config.draft_tree, heads.config.draft_depth = "chain", 4
+    speculative = {"assistant_model": heads, "num_assistant_tokens": 4, "return_dict_in_generate": True}
+    torch.manual_seed(3)
+    truth = target.generate(**common)
+    with agreeing:
+        torch.manual_seed(3)
+        foreseen = target.generate(**common, **speculative)
+        with mock.patch.object(loop, "foresee", return_value=None):
+            torch.manual_seed(3)
+            blind = target.generate(**common, **speculative)
+    assert torch.equal(foreseen.sequences, truth)
+    assert torch.equal(blind.sequences, truth)
+    # All but the prompt's own token and what is cut off at the end comes in whole chains, each with a token more.
+    assert foreseen.speculation.target_forwards == 1 + -(-(NEW - 1) // 5)
+    assert blind.speculation.accepted_tokens < foreseen.speculation.accepted_tokens
+
+
+@pytest.mark.parametrize("fields", [{}, {"draft_tree": "levels"}, {"draft_vocab_size": 9}])
+def test_trees_and_static_caches(fields, graphs):  # noqa: F811
+    """The same text and, compiled, the same drafts."""
+    target = build("llama", vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(target, **fields)
+    if "draft_vocab_size" not in fields:
+        fit(heads, target)
+    common = {**ragged_batch(VOCABULARY, (7,)), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.8}
+    speculative = {"assistant_model": heads, "num_assistant_tokens": 5, "return_dict_in_generate": True}
+    torch.manual_seed(1)
+    truth = target.generate(**common)
+    outputs = []
+    for options in ({}, {**graphs.options, "num_assistant_tokens": 5}):
+        torch.manual_seed(1)
+        outputs.append(target.generate(**common, **{**speculative, **options}))
+        assert torch.equal(outputs[-1].sequences, truth)
+    eager, compiled = (output.speculation.accepted_tokens for output in outputs)
+    assert eager == compiled > 0
+
+
+def test_rows_at_one_token():
+    """A batch that goes in lockstep, because its scores are asked for."""
+    target, heads, agreeing = bigrams()
+    common = {**ragged_batch(VOCABULARY, (7, 7)), "max_new_tokens": 20, "do_sample": True, "output_scores": True}
+    common["return_dict_in_generate"] = True
+    torch.manual_seed(3)
+    truth = target.generate(**common)
+    with agreeing:
+        torch.manual_seed(3)
+        out = target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
+    assert torch.equal(out.sequences, truth.sequences)
+    assert out.speculation.target_forwards < 8

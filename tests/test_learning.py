@@ -1,0 +1,211 @@
+"""`learning.py` at toy sizes: what it writes down, that it goes on where it was, and the figures it takes itself."""
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from training.tiny import make_target
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_clover import CloverHeads, CloverTrainer
+from hf_clover.decoding.tree import chain_of
+
+pytest.importorskip("matplotlib")
+EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
+SPECIAL = ["<pad>", "<s>", "</s>"]
+# One way to train each, so that nothing is tuned.
+SIZES = ["--toy", "--rates", "1e-2", "--muon-rates", "--seeds", "0"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("learning")
+    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder / "tiny")
+    make_target(vocab_size=len(symbols), max_position_embeddings=2048).save_pretrained(folder / "tiny")
+    return folder
+
+
+@pytest.fixture
+def learning(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    return importlib.import_module("learning")
+
+
+@pytest.fixture
+def drafters(learning: ModuleType) -> ModuleType:
+    return importlib.import_module("drafters")
+
+
+def run(learning: ModuleType, folder: Path, out: Path, *more: str) -> dict[str, Any]:
+    words = [*SIZES, "--targets", str(folder / "tiny"), "--output", str(out), "--work", str(folder / "work"), *more]
+    learning.main(words)
+    return json.loads((out / "learning.json").read_text(encoding="utf-8"))
+
+
+def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch):
+    trained = []
+    train = learning.Classroom.train
+    monkeypatch.setattr(
+        learning.Classroom, "train", lambda *args: (trained.append((args[1].name, args[2])), train(*args))[1]
+    )
+    pair = ("--drafters", "clover-2", "eagle-3")
+    first = run(learning, folder, tmp_path, *pair, "--budgets", "64")
+    assert trained == [("clover-2", 64), ("eagle-3", 64)]
+    assert [row["held_out_loss"] for row in first["targets"]] == [None]
+
+    result = run(learning, folder, tmp_path, *pair, "--budgets", "64", "128")
+    assert trained[2:] == [("clover-2", 128), ("eagle-3", 128)]
+    assert result["rows"][:2] == first["rows"]
+    assert [(row["drafter"], row["tokens"]) for row in result["rows"]] == trained
+    for row in result["rows"]:
+        assert row["identical"] is True
+        assert row["chain"] == pytest.approx(sum(row["chain_by_depth"]))
+        assert row["chain_by_depth"] == sorted(row["chain_by_depth"], reverse=True)
+        assert row["tokens_per_forward"]["4"] >= 1
+        assert row["training_seconds"] > 0
+        assert row["optimizer"] == "AdamW 0.01"
+        assert row["steps"] * 32 >= row["tokens"]
+    assert str(folder) not in json.dumps(result)
+
+    measured = run(learning, folder, tmp_path, *pair, "--budgets", "64", "--measure")
+    assert measured["rows"] == result["rows"]
+    again = run(learning, folder, tmp_path, *pair, "--budgets", "64", "--measure")  # in the place of the first
+    found = [(row["drafter"], row["batch_size"], row["nodes"]) for row in again["timings"]]
+    sizes = [(batch, nodes) for batch in (1, 2) for nodes in (None, 4)]
+    names = ["plain", *[name for nodes in (None, 4) for name in pair[1:]]]
+    assert len(found) == len(set(found)) == len(sizes) // 2 * len(names)
+    assert {(drafter, *size) for drafter in pair[1:] for size in sizes} <= set(found)
+    assert all(row["identical"] and row["tokens_per_second"] > 0 for row in again["timings"])
+    assert all((row["draft_ms"] is None) == (row["drafter"] == "plain") for row in again["timings"])
+    chain, speed = again["figure"]["panels"]
+    assert [series["x"] for series in chain["series"]] == [[64, 128], [64, 128]]
+    assert [series["x"] for series in speed["series"]] == [[64], [64]]
+    assert (tmp_path / "learning-dark.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypatch):
+    seen: list[list[int]] = []
+    loss = CloverTrainer.compute_loss
+
+    def recording(self, model, inputs, *args, **kwargs):
+        seen.append(inputs["input_ids"].flatten().tolist())
+        return loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(CloverTrainer, "compute_loss", recording)
+    args = learning._parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
+    course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+    course.prepare()
+    of_each = {}
+    for name in ("clover-2", "medusa", "eagle-1", "eagle-3", "hydra++"):
+        course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
+        of_each[name] = list(seen)
+        seen.clear()
+    assert len(of_each["clover-2"]) == 4
+    assert len({json.dumps(batches) for batches in of_each.values()}) == 1
+    course.classroom.train(learning.DRAFTERS["medusa"], 128, 4, {"learning_rate": 1e-3})
+    assert seen != of_each["medusa"]  # another seed, another order
+    assert sorted(seen) == sorted(of_each["medusa"])
+
+
+def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
+    args = learning._parse(["--rates", "1e-3", "1e-2", "--muon-rates", "0.02", "--targets", str(folder / "tiny")])
+    ledger = learning.Ledger(tmp_path / "learning.json")
+    course = learning.Course(args, args.targets[0], ledger)
+    course.to_tune_on = torch.zeros(1, 1)
+    tried = []
+
+    class Fake:
+        def train(self, drafter, tokens, seed, optimizer):
+            tried.append((drafter.name, tokens, seed, optimizer))
+            if optimizer.get("learning_rate") == 1e-3:
+                raise FloatingPointError
+            return type("Trained", (), {"heads": optimizer})
+
+    course.classroom = Fake()
+    monkeypatch.setattr(course, "chain", lambda heads, rows: [0.5, 0.3 if "muon_learning_rate" in heads else 0.2])
+    assert course.tuned(learning.DRAFTERS["clover-x"]) == ("defaults", {})
+    assert tried == []
+    assert course.tuned(learning.DRAFTERS["eagle-1"]) == ("Muon 0.02", {"muon_learning_rate": 0.02})
+    assert course.tuned(learning.DRAFTERS["clover-2"]) == ("AdamW 0.01", {"learning_rate": 0.01})  # as its paper
+    assert len(tried) == 5
+    assert {seed for _, _, seed, _ in tried} == {learning.TUNING_SEED}
+    course.tuned(learning.DRAFTERS["eagle-1"])  # known
+    assert len(tried) == 5
+    assert [row["chain"] for row in ledger.find("tuning", drafter="eagle-1")] == [0, 0.7, 0.8]
+
+
+def test_the_cheap_runs_come_first(learning):
+    args = learning._parse(["--targets", "a", "b", "--seeds", "0", "1", "--drafters", "medusa"])
+    order = [(target, tokens, seed) for target, _, tokens, seed in learning.plan(args)]
+    small = [(target, tokens, seed) for target in "ab" for seed in (0, 1) for tokens in (10_000, 100_000)]
+    assert order == [*small, *[(target, 1_000_000, seed) for target in "ab" for seed in (0, 1)]]
+
+
+class Knowing:
+    """A drafter that knows the text, and is wrong from its (place % 4)th draft on."""
+
+    def __init__(self, heads: Any) -> None:
+        self.place = 0
+
+    def extend(self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]):
+        assert hidden.shape[:2] == tokens.shape == positions.shape
+        assert tokens.tolist() == TEXT[:, self.place + 1 : self.place + 1 + tokens.shape[1]].tolist()
+        assert positions[0].tolist() == list(range(self.place, self.place + tokens.shape[1]))
+        self.place += tokens.shape[1]
+
+    def draft(self, nodes: int, shape: str) -> Any:
+        assert shape == "chain"
+        tokens = TEXT[:, self.place : self.place + 1 + nodes].clone()
+        tokens[:, 1 + self.place % 4 :] += 1
+        return chain_of(tokens)
+
+
+TEXT = torch.arange(2 * 23).view(2, 23) % 40
+
+
+def test_chain_by_depth_by_hand(drafters, monkeypatch):
+    target = make_target()
+    heads = CloverHeads.from_target(target, variant="medusa")
+    monkeypatch.setattr(drafters, "CloverCandidateGenerator", Knowing)
+    # Twelve places, 6 to 17, of which three each have 0, 1, 2 and 3 right drafts.
+    assert drafters.chain_by_depth(heads, target, TEXT, 6, 5) == pytest.approx([0.75, 0.5, 0.25, 0, 0])
+    assert drafters.chain_by_depth(heads, target, TEXT, 6, 5, every=2) == pytest.approx([0.5, 0.5, 0, 0, 0])
+
+
+def test_greedy_texts_and_their_forwards(drafters):
+    target = make_target()
+    heads = CloverHeads.from_target(target, variant="clover-2").eval()
+    prompts = [[7, 8], [9, 10, 11]]
+    texts, alone = drafters.greedy(target, prompts, 20)
+    drafted, per_forward = drafters.greedy(target, prompts, 20, assistant_model=heads, num_assistant_tokens=24)
+    assert [text[:3] for text in texts] == [[0, 7, 8], [9, 10, 11]]
+    assert texts[0][1:] == drafters.greedy(target, prompts[:1], 20)[0][0]
+    assert alone == 1.0
+    assert drafted == texts
+    assert 1 < per_forward < 6
+
+
+def test_the_second_target(learning, folder, tmp_path, monkeypatch):
+    module = importlib.import_module("second_target")
+    text = "def add(a, b):\n    return a + b\n" * 40
+    monkeypatch.setattr(module, "collect", lambda rng: {"standard library": [text], "packages": [text.upper()]})
+    sizes = ["--layers", "2", "--width", "32", "--steps", "3", "--batch-size", "2", "--length", "16"]
+    module.main(["--out", str(tmp_path), "--tokenizer", str(folder / "tiny"), *sizes])
+    target = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert target.config.model_type == "gpt_neox"
+    report = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+    assert report["tokens"] == 3 * 2 * 16
+    assert report["parameters"] == sum(parameter.numel() for parameter in target.parameters())
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == target.config.vocab_size

@@ -1,0 +1,199 @@
+"""Versions that the package is not for, and versions of transformers that lack what it relies on."""
+
+import configparser
+import importlib.metadata
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import planted
+from test_import import run
+from transformers import GenerationMixin
+from zoo import build, ragged_batch
+
+import hf_clover
+from hf_clover import CloverHeads, _versions
+from hf_clover.decoding import hook
+from hf_clover.decoding.support import CloverWarning
+
+ROOT = Path(__file__).parent.parent
+VOCABULARY, NEW = 16, 12
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
+    monkeypatch.setattr(_versions, "version", lambda name: found.get(name) or importlib.metadata.version(name))
+
+
+@pytest.mark.parametrize(
+    ("package", "found"),
+    [("transformers", "5.16.1"), ("transformers", "4.57.6"), ("torch", "2.5.1+cu124"), ("torch", "1.13.1")],
+)
+def test_a_version_too_old_is_refused_with_the_way_out(package, found, monkeypatch):
+    oldest, untried = _versions.SUPPORTED[package]
+    pretend(monkeypatch, **{package: found})
+    message = (
+        f"needs {package} {oldest} or later, and {package} {found} is installed.*pip install.*{package}>={oldest}"
+    )
+    with pytest.raises(ImportError, match=re.escape(message).replace(r"\.\*", ".*")):
+        _versions.check_versions()
+    assert untried > int(oldest.split(".")[0])
+
+
+@pytest.mark.parametrize(("package", "found"), [("transformers", "6.0.0.dev0"), ("torch", "3.1.0")])
+def test_a_major_version_nobody_tried_is_warned_of(package, found, monkeypatch):
+    pretend(monkeypatch, **{package: found})
+    with pytest.warns(UserWarning, match=rf"not been tried with {package} .*{package} {found} is installed"):
+        _versions.check_versions()
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},  # what is installed
+        {"transformers": "5.17.0", "torch": "2.6.0+cpu"},
+        {"transformers": "5.17.0.dev0", "torch": "2.20.0a0+git1234"},
+        {"transformers": "5.103.2", "torch": "unknown"},
+    ],
+)
+def test_other_versions_say_nothing(found, monkeypatch):
+    pretend(monkeypatch, **found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _versions.check_versions()
+
+
+def test_a_package_that_is_not_installed_is_left_to_its_own_import(monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(_versions, "version", missing)
+    _versions.check_versions()
+    assert _versions.installed_version("torch") is None
+
+
+def test_import_is_where_it_is_said():
+    """In a process of its own, where only the version's text is another."""
+    script = """
+import importlib.metadata as metadata
+real = metadata.version
+metadata.version = lambda name: {found!r} if name == "transformers" else real(name)
+import sys, warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    try:
+        import hf_clover
+    except ImportError as error:
+        print(error)
+print(*(str(one.message) for one in seen if "hf_clover" in str(one.message)))
+print("torch" in sys.modules)
+"""
+    refused, _, has_torch = run(script.format(found="5.3.0")).splitlines()
+    assert refused.startswith("hf_clover needs transformers 5.17 or later, and transformers 5.3.0 is installed")
+    warned, has_torch_too = run(script.format(found="6.2.0")).splitlines()
+    assert warned.startswith("hf_clover has not been tried with transformers 6 or later")
+    assert (has_torch, has_torch_too) == ("False", "False")
+
+
+def test_the_floors_are_those_of_the_package():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    required = setup["options"]["install_requires"].split()
+    assert {"torch>=2.6", "transformers>=5.17,<6"} <= set(required)
+    assert _versions.SUPPORTED == {"torch": ("2.6", 3), "transformers": ("5.17", 6)}
+
+
+def test_the_oldest_set_is_at_the_floors():
+    """What CI runs as the oldest versions is what setup.cfg says will do, but for torch."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = setup["options.extras_require"]
+    wanted = "\n".join([setup["options"]["install_requires"], extras["train"], extras["plot"], extras["test"]])
+    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", wanted, flags=re.MULTILINE))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints-oldest.txt").read_text(), flags=re.MULTILINE))
+    floors.pop("torch"), pins.pop("torch")
+    assert floors
+    for package, floor in floors.items():
+        assert (pins[package] + ".").startswith(floor + "."), f"{package}: {pins[package]}, and {floor} will do"
+
+
+# ---------------------------------------------------------------------- names that transformers may drop
+
+LOST_NAMES = {
+    "a name": ({"_renamed_since": ()}, r"no `_renamed_since`"),
+    "a parameter": ({"_prefill": ("input_ids", "renamed")}, r"no parameter `renamed` of `_prefill`"),
+}
+
+
+@pytest.fixture(params=LOST_NAMES)
+def lost(request, monkeypatch):
+    """Another version of transformers; what it lacks."""
+    names, message = LOST_NAMES[request.param]
+    hf_clover.uninstall_hook()
+    monkeypatch.setattr(hook, "PRIVATE_NAMES", {**hook.PRIVATE_NAMES, **names})
+    with pytest.warns(UserWarning, match=rf"this version of transformers has {message}.*plain `generate`"):
+        hf_clover.install_hook()
+    yield message
+    hf_clover.uninstall_hook()
+    monkeypatch.undo()
+    hf_clover.install_hook()
+    assert set(hook._installed) == set(hook.HOOKED_NAMES)
+
+
+@pytest.fixture
+def target():
+    return build("llama", vocab_size=VOCABULARY)
+
+
+@pytest.mark.parametrize("way", ["hook", "prompt by name", "custom_generate"])
+def test_without_a_name_generate_with_heads_is_plain_generate(way, lost, target):
+    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
+    heads, plain = CloverHeads.from_target(target), target.generate(**inputs, max_new_tokens=NEW)
+    ids = inputs.pop("input_ids") if way == "hook" else None
+    positional = () if ids is None else (ids,)
+    door = {"custom_generate": heads.generate_with} if way == "custom_generate" else {"assistant_model": heads}
+    settings = {**door, "num_assistant_tokens": 3, "max_new_tokens": NEW}
+    with planted(plain, 9):
+        out = target.generate(*positional, **inputs, **settings, return_dict_in_generate=True)
+        tokens = target.generate(*positional, **inputs, **settings)
+    assert torch.equal(out.sequences, plain)
+    assert torch.equal(tokens, plain)
+    assert (out.speculation.method, out.speculation.accepted_tokens) == ("plain", 0)
+    assert re.search(lost, out.speculation.reason)
+    assert out.speculation.target_forwards == NEW
+    assert set(hook._installed) == {"generate"}
+
+
+def test_a_target_without_an_attribute_is_generated_plainly(target, monkeypatch):
+    monkeypatch.setattr(hook, "PRIVATE_ATTRIBUTES", (*hook.PRIVATE_ATTRIBUTES, "_renamed_since"))
+    ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
+    with pytest.warns(CloverWarning, match=r"transformers has no `_renamed_since`.*plain generate is used instead"):
+        out = target.generate(ids, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
+    assert out.speculation.method == "plain"
+    assert torch.equal(out.sequences, target.generate(ids, max_new_tokens=NEW))
+
+
+def test_without_a_name_other_calls_are_transformers_own(lost, target):
+    ids = torch.tensor([[1, 2, 3]])
+    plain = target.generate(ids, max_new_tokens=NEW)
+    assert torch.equal(target.generate(ids, max_new_tokens=NEW, assistant_model=target), plain)
+    hf_clover.uninstall_hook()
+    assert GenerationMixin.generate is hook.original("generate")
+    assert not hook._installed
+
+
+def test_nothing_is_lost_here():
+    assert hook.why_unavailable() is None
+
+
+def test_another_librarys_wrapper_hides_no_name(monkeypatch):
+    """One that was there before us and takes anything: its parameters tell nothing about transformers'."""
+    hf_clover.uninstall_hook()
+    theirs = GenerationMixin._prefill
+    monkeypatch.setattr(GenerationMixin, "_prefill", lambda *args, **kwargs: theirs(*args, **kwargs))
+    try:
+        assert hook.why_unavailable() is None
+    finally:
+        monkeypatch.undo()
+        hf_clover.install_hook()

@@ -1,0 +1,308 @@
+"""Full disks, kills and broken files: what was whole stays whole, and nothing broken is gone on from.
+
+A disk is full for a process where the size of its files is limited: writing past the limit is the same kind of error.
+"""
+
+import errno
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from test_resume import SignalAt, assert_equal_runs, make_run
+from tiny import make_target, make_trainer
+from transformers import Trainer, TrainerCallback
+
+from hf_clover import CloverHeads
+from hf_clover.training.storage import checkpoints_in, what_is_broken, write_whole
+
+FULL = (
+    4096  # bytes that a file may have on the disk that is full; a checkpoint's configuration fits, its weights do not
+)
+
+
+class FullDiskAt(TrainerCallback):
+    """From the end of that step on."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+
+
+def in_child(work: Any, folder: Path) -> int:
+    """The exit code of a fork that does `work`; what it raised is in `folder`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            (folder / "error.txt").write_text(f"{type(error).__name__}: {error}")
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of eight steps with a checkpoint after 3, 6 and 8, made as every test here is: in one thread."""
+    torch.set_num_threads(1)
+    trainer = make_run(tmp_path_factory.mktemp("unbroken"))
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def copied(unbroken: Any, tmp_path: Path) -> Path:
+    """Its folder as it was before the end, to be spoiled."""
+    run = Path(shutil.copytree(unbroken.args.output_dir, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoint-8")
+    return run
+
+
+# ---------------------------------------------------------------------- a full disk
+
+
+def test_a_full_disk_while_a_checkpoint_is_written(unbroken: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code = in_child(lambda: make_run(run, FullDiskAt(5), save_total_limit=1).train(), tmp_path)
+    said = (tmp_path / "error.txt").read_text()
+    assert code == 1
+    assert said.startswith("OSError: The checkpoint of step 6 could not be written to")
+    assert "Earlier checkpoints are as they were: make room there" in said
+    assert "resume_from_checkpoint=True" in said
+    assert what_is_broken(run / "checkpoint-3") is None, "the one before is whole, though only one is kept"
+    assert not (run / "checkpoint-6").exists() or what_is_broken(run / "checkpoint-6") is not None
+    resumed = make_run(run)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(resumed, unbroken)
+
+
+def test_a_full_disk_in_the_middle_of_a_checkpoint(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The weights still fit, the optimizer's state does not."""
+    run = tmp_path / "run"
+    save = Trainer._save_optimizer_and_scheduler
+
+    def full_from_step_6(self: Any, folder: str) -> None:
+        if self.state.global_step == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+        save(self, folder)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full_from_step_6)
+    assert in_child(lambda: make_run(run).train(), tmp_path) == 1
+    monkeypatch.undo()
+    assert "The checkpoint of step 6 could not be written" in (tmp_path / "error.txt").read_text()
+    assert (run / "checkpoint-6" / "model.safetensors").exists()
+    assert what_is_broken(run / "checkpoint-6") is not None
+    resumed = make_run(run)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(resumed, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_ours"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), True),
+        (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"), True),
+        (RuntimeError("CUDA error"), False),
+        (OSError("503 Server Error: a push failed"), False),
+    ],
+)
+def test_only_errors_of_the_disk_are_explained(error: Exception, is_ours: bool, tmp_path: Path, monkeypatch: Any):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", fail)
+    trainer = make_run(tmp_path)
+    with pytest.raises(type(error) if not is_ours else OSError) as caught:
+        trainer.train()
+    assert ("could not be written" in str(caught.value)) is is_ours
+    assert caught.value is error or caught.value.__cause__ is error
+
+
+def test_a_full_disk_while_heads_are_saved_leaves_those_before(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before, after = (CloverHeads.from_target(make_target(seed), num_heads=2) for seed in (0, 1))
+    folder = tmp_path / "heads"
+    before.save_pretrained(folder)
+    weights = files_of(folder)["model.safetensors"]
+
+    def save() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+        after.save_pretrained(folder)
+
+    assert in_child(save, tmp_path) == 1
+    assert "File too large" in (tmp_path / "error.txt").read_text()
+    assert files_of(folder)["model.safetensors"] == weights
+    again = CloverHeads.from_pretrained(folder)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), before.parameters(), strict=True))
+
+
+def test_a_note_is_whole_or_as_it_was(tmp_path: Path) -> None:
+    note = tmp_path / "note.json"
+    write_whole(note, "{}")
+
+    def save() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+        write_whole(note, "x" * 2 * FULL)
+
+    assert in_child(save, tmp_path) == 1
+    assert note.read_text() == "{}"
+    write_whole(note, "new")
+    assert note.read_text() == "new"
+
+
+# ---------------------------------------------------------------------- a kill
+
+
+def test_killed_in_the_middle_of_a_checkpoint(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """The newest checkpoint has weights and nothing else: training goes on from the one before it."""
+    run = tmp_path / "run"
+    save = Trainer._save_optimizer_and_scheduler
+
+    def killed_at_step_6(self: Any, folder: str) -> None:
+        if self.state.global_step == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, folder)
+
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", killed_at_step_6)
+    assert in_child(lambda: make_run(run).train(), tmp_path) == -signal.SIGKILL
+    monkeypatch.undo()
+    assert (run / "checkpoint-6" / "model.safetensors").exists()
+    resumed = make_run(run)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert_equal_runs(resumed, unbroken)
+
+
+def test_killed_twice_loses_nothing_beyond_the_last_checkpoint(unbroken: Any, tmp_path: Path) -> None:
+    run, resume = tmp_path / "run", [False, True]
+    for step, is_resumed in zip((4, 7), resume, strict=True):
+        trainer = make_run(run, SignalAt(step, signal.SIGKILL))
+        code = in_child(lambda: trainer.train(resume_from_checkpoint=is_resumed), tmp_path)  # noqa: B023
+        assert code == -signal.SIGKILL
+    assert [path.name for path in checkpoints_in(run)] == ["checkpoint-6", "checkpoint-3"]
+    resumed = make_run(run)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal_runs(resumed, unbroken)
+
+
+# ---------------------------------------------------------------------- broken checkpoints
+
+
+def cut(file: Path, share: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+
+
+BROKEN = {
+    "weights cut in half": (lambda folder: cut(folder / "model.safetensors", 0.5), "model.safetensors.*cut short"),
+    "weights without their last byte": (
+        lambda folder: cut(folder / "model.safetensors", 1 - 1e-6),
+        "model.safetensors.*cut short",
+    ),
+    "empty weights": (lambda folder: cut(folder / "model.safetensors", 0), "model.safetensors.*cut short"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "`model.safetensors` is missing"),
+    "optimizer cut": (lambda folder: cut(folder / "optimizer.pt", 0.9), "optimizer.pt.*cut short"),
+    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "`optimizer.pt` is missing.*save_only_model"),
+    "no scheduler": (lambda folder: (folder / "scheduler.pt").unlink(), "`scheduler.pt` is missing"),
+    "random numbers cut": (lambda folder: cut(folder / "rng_state.pth", 0.5), "rng_state.pth.*cut short"),
+    "no trainer state": (lambda folder: (folder / "trainer_state.json").unlink(), "`trainer_state.json` is missing"),
+    "trainer state cut": (lambda folder: cut(folder / "trainer_state.json", 0.5), "trainer_state.json.*cut short"),
+    "empty trainer state": (lambda folder: cut(folder / "trainer_state.json", 0), "trainer_state.json.*cut short"),
+    "an empty object": (lambda folder: (folder / "trainer_state.json").write_text("{}"), "trainer_state.json.*empty"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_checkpoint_is_refused_by_name_and_left_when_unnamed(kind: str, copied: Path) -> None:
+    spoil, message = BROKEN[kind]
+    spoil(copied / "checkpoint-6")
+    before = files_of(copied)
+    with pytest.raises(ValueError, match=rf"checkpoint-6'` is not whole: .*{message}.*pass `True`"):
+        make_run(copied).train(resume_from_checkpoint=str(copied / "checkpoint-6"))
+    assert files_of(copied) == before, "nothing was written"
+    assert what_is_broken(copied / "checkpoint-3") is None
+
+
+def test_the_one_before_is_used_and_said(
+    unbroken: Any, copied: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    cut(copied / "checkpoint-6" / "optimizer.pt", 0.5)
+    resumed = make_run(copied)
+    resumed.train(resume_from_checkpoint=True)
+    assert "checkpoint-6' is not whole (`optimizer.pt` is damaged or cut short" in transformers_log.text
+    assert "training goes on from" in transformers_log.text
+    assert_equal_runs(resumed, unbroken)
+    assert what_is_broken(copied / "checkpoint-6") is None, "and written again"
+
+
+def test_nothing_whole_is_an_error(copied: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-6", "checkpoint-8"):
+        if (copied / name).exists():
+            cut(copied / name / "model.safetensors", 0.5)
+    with pytest.raises(ValueError, match=r"none of the \d checkpoints in .* is whole; in 'checkpoint-\d' `model.safe"):
+        make_run(copied).train(resume_from_checkpoint=True)
+
+
+def test_no_checkpoint_is_transformers_to_say(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        make_trainer(tmp_path, make_target()).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="an't find a valid checkpoint"):
+        make_trainer(tmp_path, make_target()).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+
+
+def test_weights_alone_are_whole_where_nothing_else_was_asked_for(tmp_path: Path) -> None:
+    make_run(tmp_path, save_only_model=True).train()
+    assert "`optimizer.pt` is missing" in what_is_broken(tmp_path / "checkpoint-6")
+    assert what_is_broken(tmp_path / "checkpoint-6", is_model_only=True) is None
+    resumed = make_run(tmp_path, save_only_model=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert resumed.state.global_step == 8
+
+
+@pytest.mark.parametrize("sharded", ["pytorch_model_fsdp_0", "global_step6"])
+def test_folders_of_fsdp_and_deepspeed_are_left_to_them(sharded: str, copied: Path) -> None:
+    folder = copied / "checkpoint-6"
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (folder / name).unlink()
+    assert what_is_broken(folder) == "`model.safetensors` is missing"
+    (folder / sharded).mkdir()
+    assert what_is_broken(folder) is None
+
+
+def test_weights_in_several_files(copied: Path) -> None:
+    folder = copied / "checkpoint-6"
+    shutil.move(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
+    with safe_open(folder / "model-00001-of-00001.safetensors", framework="pt") as opened:
+        names = dict.fromkeys(opened.keys(), "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert what_is_broken(folder) is None
+    cut(folder / "model-00001-of-00001.safetensors", 0.5)
+    assert "`model.safetensors.index.json` is damaged or cut short" in what_is_broken(folder)
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    assert "model-00001-of-00001.safetensors" in what_is_broken(folder)
+
+
+def test_other_names_are_no_checkpoints(copied: Path) -> None:
+    for name in ("checkpoint-best", "checkpoint-", "tmp-checkpoint-9"):
+        (copied / name).mkdir()
+    (copied / "checkpoint-99").write_text("a file")
+    (copied / "checkpoint-10").mkdir()
+    names = [path.name for path in checkpoints_in(copied)]
+    assert names[0] == "checkpoint-10", "by number, not by letters"
+    assert not {"checkpoint-best", "checkpoint-", "tmp-checkpoint-9", "checkpoint-99"} & set(names)

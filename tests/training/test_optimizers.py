@@ -1,0 +1,162 @@
+"""Muon and AdamW as one optimizer, and the recipe that decides where it is used."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny import losses, make_target, make_trainer
+from torch import nn
+
+from hf_clover import CloverHeads
+from hf_clover.training import optimizers
+from hf_clover.training.optimizers import MuonAndAdamW
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def take_steps(model: nn.Module, steppers: list[torch.optim.Optimizer], count: int, start: int = 0) -> None:
+    for step in range(start, start + count):
+        torch.manual_seed(step)
+        loss = model(torch.randn(5, 6)).square().sum()
+        loss.backward()
+        for stepper in steppers:
+            stepper.step()
+            stepper.zero_grad()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_it_is_muon_for_matrices_and_adamw_for_the_rest() -> None:
+    ours, theirs = network(), network()
+    matrices = [parameter for parameter in theirs.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in theirs.parameters() if parameter.ndim == 1]
+    pair = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, momentum=0.95),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    take_steps(theirs, pair, 4)
+    take_steps(ours, [MuonAndAdamW(ours.parameters(), lr=3e-3, muon_lr=0.02)], 4)
+    assert same(ours, theirs)
+    assert not same(ours, network())
+
+
+def test_groups_keep_their_weight_decay() -> None:
+    model = network()
+    kept, decayed = [model[0].weight, model[1].weight], [model[2].weight]
+    optimizer = MuonAndAdamW([{"params": decayed, "weight_decay": 0.5}, {"params": kept, "weight_decay": 0.0}])
+    found = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert found == {id(model[0].weight): 0.0, id(model[1].weight): 0.0, id(model[2].weight): 0.5}
+
+
+def test_a_schedule_moves_both_rates() -> None:
+    model = network()
+    optimizer = MuonAndAdamW(model.parameters(), lr=1e-3, muon_lr=0.02)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    take_steps(model, [optimizer], 1)
+    schedule.step()
+    assert [part.param_groups[0]["lr"] for part in optimizer.parts] == pytest.approx([0.01, 5e-4])
+
+
+def test_it_goes_on_from_its_state(tmp_path: Path) -> None:
+    whole, halves = network(), network()
+    take_steps(whole, [MuonAndAdamW(whole.parameters())], 6)
+    first = MuonAndAdamW(halves.parameters())
+    take_steps(halves, [first], 3)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = MuonAndAdamW(halves.parameters(), lr=1.0, muon_lr=1.0)  # the rates come from the state
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    take_steps(halves, [second], 3, start=3)
+    assert same(whole, halves)
+
+
+def test_only_matrices_and_no_matrices() -> None:
+    for parameter in (nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))):
+        optimizer = MuonAndAdamW([parameter])
+        parameter.grad = torch.randn_like(parameter)
+        assert optimizer.step(lambda: torch.tensor(7.0)).item() == 7
+        assert not torch.equal(parameter, torch.ones_like(parameter))
+
+
+# ------------------------------------------------------------------------------------------------ the recipe
+
+OWN = {
+    "clover-x": ("kl", 0.0, 0.02),
+    "clover-2": ("clover-2", 10.0, 0.0),
+    "clover": ("clover", 0.0, 0.0),
+    "medusa": ("clover", 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("variant", OWN)
+def test_a_variant_is_trained_by_its_own_recipe(tmp_path: Path, variant: str) -> None:
+    options = {"variant": variant, "num_heads": 2}
+    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, max_steps=2)
+    trainer.train()
+    args, terms = trainer.args, trainer._loss_terms
+    assert (args.loss_type, terms.hidden_weight, args.muon_learning_rate) == OWN[variant]
+    assert terms.token_loss == args.loss_type == trainer.heads.config.loss_type
+    is_muon = isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
+    assert is_muon == (variant == "clover-x")
+    assert losses(trainer)
+
+
+def test_what_the_user_says_goes_first(tmp_path: Path) -> None:
+    given = dict(loss_type="acceptance", hidden_loss_weight=0.5, muon_learning_rate=0.0)
+    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs={"variant": "clover-x"}, **given)
+    assert {name: getattr(trainer.args, name) for name in given} == given
+    assert (trainer._loss_terms.token_loss, trainer._loss_terms.hidden_weight) == ("acceptance", 0.5)
+    kept = make_trainer(tmp_path, make_target(), hidden_loss_weight=2.0, model_init_kwargs={"variant": "clover-2"})
+    assert (kept._loss_terms.token_loss, kept._loss_terms.hidden_weight) == ("clover-2", 2.0)
+
+
+def test_muon_can_train_any_variant(tmp_path: Path) -> None:
+    options = {"variant": "clover-2", "num_heads": 2}
+    runs = []
+    for rate in (0.0, 0.02):
+        trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, muon_learning_rate=rate)
+        trainer.train()
+        runs.append(trainer.heads.decoder.q.weight.detach().clone())
+    assert not torch.equal(*runs)
+
+
+ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "another optim": ({"optim": "sgd"}, {}),
+    "an adapter": ({"model_init_kwargs": None}, {"peft_config": LoraConfig(r=2)}),
+    "a class of optimizer": ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}),
+}
+
+
+@pytest.mark.parametrize("what", ELSEWHERE)
+def test_muon_is_off_where_something_else_was_asked_for(tmp_path: Path, what: str) -> None:
+    args, options = ELSEWHERE[what]
+    target = make_target()
+    heads = CloverHeads.from_target(target, "clover-x", num_heads=2)
+    trainer = make_trainer(
+        tmp_path, target, options={"model": heads, **options}, **{"model_init_kwargs": None, **args}
+    )
+    trainer.train()
+    assert trainer.args.muon_learning_rate == 0.0
+    assert not isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
+
+
+def test_muon_cannot_go_with_another_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"muon_learning_rate=0.1` cannot go with another optimizer: leave it out"):
+        make_trainer(tmp_path, make_target(), muon_learning_rate=0.1, optim="sgd")
+    with pytest.raises(ValueError, match=r"muon_learning_rate=-1.0.*must not be negative"):
+        make_trainer(tmp_path, make_target(), muon_learning_rate=-1.0)
+
+
+def test_muon_needs_a_torch_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_clover.training.arguments.HAS_MUON", False)
+    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs={"variant": "clover-x"})
+    assert trainer.args.muon_learning_rate == 0.0
+    with pytest.raises(ValueError, match=r"needs torch 2\.9 or later"):
+        make_trainer(tmp_path, make_target(), muon_learning_rate=0.1)
+    assert hasattr(torch.optim, "Muon") == optimizers.HAS_MUON
