@@ -279,16 +279,32 @@ class CloverConfig(PreTrainedConfig):
         for field, value in refused.items():
             if value is not None:
                 raise ValueError(f"CloverConfig: `{field}={value!r}` is impossible in heads: leave it out.")
+        for field in ("transformers_version", "problem_type"):
+            self._require(field, isinstance(getattr(self, field), str | None), "a text")
+        for field in ("is_encoder_decoder", "return_dict", "output_hidden_states"):
+            self._require(field, isinstance(getattr(self, field), bool | None), "True or False")
+        self._require("chunk_size_feed_forward", type(self.chunk_size_feed_forward) is int, "an integer")
+        names = [] if self.architectures is None else self.architectures
+        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        self._require("architectures", is_list, "a list of texts")
+        for field, is_entry in (
+            ("id2label", lambda number, label: str(number).isdecimal() and isinstance(label, str)),
+            ("label2id", lambda label, number: isinstance(label, str) and type(number) is int),
+        ):
+            table = {} if getattr(self, field) is None else getattr(self, field)
+            is_table = isinstance(table, dict) and all(is_entry(*entry) for entry in table.items())
+            self._require(field, is_table, "a table of labels and their numbers")
 
     def _validate_rope_parameters(self) -> None:
         rope = self.rope_parameters
-        self._require("rope_parameters", isinstance(rope, dict | None), "a dictionary")
+        is_table = rope is None or (isinstance(rope, dict) and all(isinstance(name, str) for name in rope))
+        self._require("rope_parameters", is_table, "a dictionary of names")
         rope = rope or {}
         kinds = ["default", *ROPE_INIT_FUNCTIONS]
         self._require("rope_parameters", rope.get("rope_type", "default") in kinds, f"of a `rope_type` among {kinds}")
         theta = rope.get("rope_theta", 10000.0)
-        is_positive = isinstance(theta, int | float) and theta > 0
-        self._require("rope_parameters", is_positive, "such that its `rope_theta` is a positive number")
+        is_possible = isinstance(theta, int | float) and 0 < theta <= 1e15
+        self._require("rope_parameters", is_possible, "such that its `rope_theta` is a positive number, at most 1e15")
 
     def _validate_rope_frequencies(self) -> None:
         """Each `rope_type` has numbers of its own: transformers' function for it says whether they will do."""

@@ -42,11 +42,11 @@ def heads_from_target(
     model = unwrap(target)
     if model.config.is_encoder_decoder:
         raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")
-    if any(hasattr(weight, "full_tensor") for weight in model.parameters()):
+    if any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters()):
         raise ValueError(
-            f"`target`, a `{type(model).__name__}`, is divided among processes (tensor parallel or FSDP), and heads "
-            "start as copies of its weights: make them from the whole target in one process, with `device_map='auto'` "
-            "where one device is too small, and load them with `AutoModel.from_pretrained`."
+            f"`target`, a `{type(model).__name__}`, is divided among processes (tensor parallel, FSDP or ZeRO), and "
+            "heads start as copies of its weights: make them from the whole target in one process, with "
+            "`device_map='auto'` where one device is too small, and load them with `AutoModel.from_pretrained`."
         )
     _, _, norm = find_decoder(model)
     source = LastLayer(model)

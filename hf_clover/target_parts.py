@@ -5,7 +5,6 @@ Contract: functions of a transformers model and a `CloverConfig`; nothing is cha
 """
 
 import contextlib
-import copy
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -144,7 +143,9 @@ def whole(module: nn.Module) -> nn.Module:
         return module
     if any(weight.is_meta for weight in weights) and not any(hasattr(each, "_hf_hook") for each in modules):
         return module  # a target without weights, for whoever asks what fits what
-    copied = copy.copy(module)
+    kind = type(module).__mro__[2] if hasattr(module, "reshard") else type(module)  # FSDP puts two classes before it
+    copied = kind.__new__(kind)
+    vars(copied).update(vars(module))
     # Nothing that divides, fetches or hooks goes with the copy.
     for name in ("forward", "_old_forward", "_hf_hook"):
         vars(copied).pop(name, None)

@@ -9,7 +9,7 @@ from typing import Any
 VARIANTS: dict[str, dict[str, Any]] = {
     "clover-x": {
         "num_heads": 5,
-        "num_augmenting_layers": 2,
+        "num_augmenting_layers": 1,
         "augmenting_block": "full",
         "decoder": "gated",
         "decoder_position": "both",

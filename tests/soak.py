@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +213,12 @@ class Events(BaseStreamer):
 # ---------------------------------------------------------------------- one case
 
 
-@cache
+@lru_cache(maxsize=150)
 def target_of(name: str, attention: str, dtype: str) -> PreTrainedModel:
     return build(name, attention, vocab_size=VOCABULARY, dtype=getattr(torch, dtype))
 
 
-@cache
+@lru_cache(maxsize=300)
 def heads_of(name: str, attention: str, dtype: str, variant: str, has_draft_vocabulary: bool) -> CloverHeads:
     size = VOCABULARY // 2 if has_draft_vocabulary else None
     heads = CloverHeads.from_target(target_of(name, attention, dtype), variant=variant, draft_vocab_size=size)

@@ -10,6 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
+from hf_clover.cards import render
+from hf_clover.configuration_clover import VARIANTS
 from hf_clover.decoding.verify import capture_before_final_norm
 from hf_clover.last_layer import LastLayer
 from hf_clover.scales import embedding_scale, final_norm_ratio
@@ -280,3 +282,15 @@ def test_the_automatic_budget_and_a_draft_vocabulary(target):
             )  # fmt: skip
         assert torch.equal(ours.sequences, plain)
         assert ours.speculation.accepted_tokens > 0
+
+
+# ---------------------------------------------------------------------- what is said of it
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_card_says_where_the_heads_come_from(variant):
+    text = str(render("heads", "org/name", config={"variant": variant, "num_heads": 3}))
+    kind = text.split("They are heads of the kind ")[1].split(", made")[0]
+    assert variant in kind
+    assert "https://huggingface.co/papers/2" in kind
+    assert ("of the family of" in kind) == (variant == "clover-x")

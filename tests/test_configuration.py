@@ -20,7 +20,7 @@ def tiny(**fields) -> CloverConfig:
 PRESETS = {
     "clover-x": dict(
         num_heads=5,
-        num_augmenting_layers=2,
+        num_augmenting_layers=1,
         augmenting_block="full",
         decoder="gated",
         decoder_position="both",

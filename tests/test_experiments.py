@@ -131,6 +131,23 @@ def test_tree_size(experiment, folder):
     assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 5)]
 
 
+def test_step(experiment, folder):
+    result = run(experiment("step"), folder)
+    methods = ("plain", "2 nodes", "4 nodes", "automatic")
+    found = [(row["batch_size"], row["method"]) for row in result["rows"]]
+    assert found == [(size, method) for size in (1, 2) for method in methods]
+    for first in (0, 4):
+        plain, *others = result["rows"][first : first + 4]
+        assert set(plain["parts_ms"]) == {"plain step", "other"}
+        assert plain["efficiency"] == 1
+        for row in others:
+            assert set(row["parts_ms"]) == {"verify", "draft", "walk", "commit", "other"}
+            assert row["efficiency"] == plain["step_ms"] / row["step_ms"]
+    assert {row["method"] for row in result["kernels"]} == {"plain", "automatic"}
+    lengths = [(row["context"], row["method"]) for row in result["contexts"]]
+    assert lengths == [(length, method) for length in (16, 32) for method in ("plain", "automatic")]
+
+
 def test_sensitivity(experiment, folder):
     result = run(experiment("sensitivity"), folder)
     assert [(row["learning_rate"], row["tokens"]) for row in result["rows"]] == [

@@ -5,7 +5,10 @@ all speculate are in test_neighbours.py and test_static.py.
 """
 
 import gc
+import itertools
 import math
+import sys
+import threading
 import tracemalloc
 import warnings
 
@@ -21,7 +24,9 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.attention import attention_for_trees
+from hf_clover.decoding.budget import line_through, make_budget
 from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.tree import root_only
 
 VOCABULARY, NEW = 16, 20
 
@@ -70,6 +75,45 @@ def test_memory_does_not_grow(model, heads):
 # ---------------------------------------------------------------------- threads
 
 
+@pytest.fixture(autouse=True)
+def _flex_attention_is_not_compiled(request):
+    """That takes a minute."""
+    if "flex_attention" not in request.node.name:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def test_threads_may_learn_from_each_other(model, heads):
+    """What a step costs is kept for a target and its heads, whoever takes it: one adds while another looks."""
+    before = sys.getswitchinterval()
+    budgets = [make_budget(None, False, model, heads) for _ in range(2)]
+    stop, tree = threading.Event(), root_only(torch.zeros(1, dtype=torch.long))
+
+    def add():
+        for context in itertools.cycle(range(1, 2000)):
+            if stop.is_set():
+                return
+            budgets[1].ask(1, context)
+            budgets[1].costs.forwards.append((context % 9, 0.1))
+            budgets[1].learn(tree, [[0]], 0.0, 0.1)
+
+    budgets[1].ask(1, 1)
+    budgets[1].costs.forwards.append((1, 0.1))
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for step in range(300):
+            budgets[0].ask(1 + step % 5, 3 << step % 7)
+            line_through(budgets[1].costs.forwards, 0.1)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
 def like_flash(module, query, key, value, attention_mask, **kwargs):
     """Takes, as flash attention does, no mask or which columns are text."""
     assert attention_mask is None or attention_mask.ndim == 2, "a mask made for another implementation"
@@ -83,17 +127,17 @@ def like_flash(module, query, key, value, attention_mask, **kwargs):
 
 
 @pytest.fixture
-def flash_like(model):
-    AttentionInterface.register("like_flash", like_flash)
-    AttentionMaskInterface.register("like_flash", flash_attention_mask)
-    model.set_attn_implementation("like_flash")
+def columns_only(model):
+    AttentionInterface.register("columns_only", like_flash)
+    AttentionMaskInterface.register("columns_only", flash_attention_mask)
+    model.set_attn_implementation("columns_only")
     return model
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "like_flash", "flex_attention"])
-@pytest.mark.parametrize("first_out", ["plain", "drafted"])
-def test_plain_generate_beside_it_with_attention_that_takes_no_tree(model, flash_like, implementation, first_out):
-    """Every forward of plain generate begins before, or ends after, another thread's trees have their attention."""
+@pytest.mark.parametrize("implementation", ["sdpa", "columns_only", "flex_attention"])
+@pytest.mark.parametrize("layer", [1, 2])
+def test_plain_generate_while_another_thread_has_trees(model, columns_only, implementation, layer):
+    """In the middle of every forward, whose masks are made, the attention changes: trees come, or they go."""
     model.set_attn_implementation(implementation)
     inputs, forwards = ragged_batch(VOCABULARY, (5, 9, 3)), []
     truth = model.generate(**inputs, max_new_tokens=6)
@@ -101,13 +145,12 @@ def test_plain_generate_beside_it_with_attention_that_takes_no_tree(model, flash
 
     def switch(*_):
         forwards.append(model.config._attn_implementation)
-        if len(forwards) % 2:  # in the middle of a forward, whose masks are made
+        if len(forwards) % 2:
             trees[0].__enter__()
         else:
             trees[0].__exit__(None, None, None)
             trees[0] = attention_for_trees(model)
 
-    layer = 1 if first_out == "plain" else 2
     handle = model.model.layers[layer].register_forward_pre_hook(switch)
     try:
         assert torch.equal(model.generate(**inputs, max_new_tokens=6), truth)
@@ -118,12 +161,12 @@ def test_plain_generate_beside_it_with_attention_that_takes_no_tree(model, flash
     assert model.config._attn_implementation == implementation
 
 
-def test_trees_on_a_target_whose_attention_takes_none(flash_like, heads):
+def test_trees_on_a_target_whose_attention_takes_none(columns_only, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
-    plain = flash_like.generate(**inputs, max_new_tokens=NEW)
+    plain = columns_only.generate(**inputs, max_new_tokens=NEW)
     with planted(plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)
-        out = flash_like.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
+        out = columns_only.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)
     assert (out.speculation.method, out.speculation.accepted_tokens > NEW) == ("tree", True)
 
@@ -243,12 +286,12 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
 
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["processor", "streamer"])
-@pytest.mark.parametrize("implementation", ["static", "compiled", "like_flash"])
+@pytest.mark.parametrize("implementation", ["static", "compiled", "columns_only"])
 def test_breaking_off_elsewhere(model, heads, request, where, error, implementation):
     """As test_bad_input.py has it for the cache that grows: nothing of the call stays, and the next one is right."""
     options = {"max_new_tokens": NEW, "num_assistant_tokens": 5}
-    if implementation == "like_flash":
-        request.getfixturevalue("flash_like")
+    if implementation == "columns_only":
+        request.getfixturevalue("columns_only")
     elif implementation == "static":
         options["cache_implementation"] = "static"
     else:

@@ -75,6 +75,8 @@ def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch)
         assert row["chain_by_depth"] == sorted(row["chain_by_depth"], reverse=True)
         assert row["tokens_per_forward"]["4"] >= 1
         assert row["training_seconds"] > 0
+        # Weights, gradients and AdamW's two moments, four bytes each, and something for the backward pass.
+        assert row["training_memory_mib"] > 16 * row["parameters"] / 2**20
         assert row["optimizer"] == "AdamW 0.01"
         assert row["steps"] * 32 >= row["tokens"]
     assert str(folder) not in json.dumps(result)

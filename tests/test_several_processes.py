@@ -83,7 +83,10 @@ def test_heads_are_not_made_of_parts(ranks):
 # ---------------------------------------------------------------------- FSDP
 
 
-@pytest.mark.parametrize(("name", "cases"), [("own", OWN), ("uneven", UNEVEN), ("turned", UNEVEN[::-1])])
+CASES = [("own", OWN), ("uneven", UNEVEN), ("turned", UNEVEN[::-1]), ("by transformers", UNEVEN)]
+
+
+@pytest.mark.parametrize(("name", "cases"), CASES)
 def test_processes_with_texts_of_different_lengths_end_together(name, cases, ranks, target):
     results = [rank["sharded"][name] for rank in ranks]
     for got, (inputs, options) in zip(results, cases, strict=True):

@@ -17,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 from tiny_text import END, PAD, make_tokenizer
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop
@@ -108,6 +109,13 @@ def sharded(folder: Path) -> dict[str, Any]:
     for name, cases in (("own", OWN), ("uneven", UNEVEN), ("turned", UNEVEN[::-1])):
         inputs, options = cases[torch.distributed.get_rank()]
         results[name] = said(target, heads, inputs, synced_gpus=True, **options, **FIXED)
+
+    # transformers' own way to shard, which groups lm_head with the final norm and sets `synced_gpus` by itself.
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", distributed_config=DistributedConfig(fsdp_size=2))
+    heads = CloverHeads.from_pretrained(folder / "heads")
+    inputs, options = UNEVEN[torch.distributed.get_rank()]
+    said(target, None, inputs, **options)  # leaves some weights in one piece, for a while
+    results["by transformers"] = said(target, heads, inputs, **options, **FIXED)
     return results
 
 

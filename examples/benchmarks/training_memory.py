@@ -4,9 +4,10 @@ What training needs in memory, in two tables.
 The loss, measured: the most bytes that the loss and its gradient hold at a time beyond what they are given (the
 lm_head, the hidden states), for three sizes of the vocabulary. They should not differ.
 
-The heads, worked out: numbers of parameters, float32 weights with gradients and AdamW's two moments and a bfloat16
-copy of the weights under autocast, and the activations that a forward keeps for the backward, per token, read off a
-forward on the meta device. The target's own weights are `parameters x bytes per weight`, and it keeps no activations.
+The heads, worked out: numbers of parameters, float32 weights with gradients, what the optimizer keeps (Muon one moment
+of each weight, AdamW two) and a bfloat16 copy of the weights under autocast, and the activations that a forward keeps
+for the backward, per token, read off a forward on the meta device. The target's own weights are `parameters x bytes
+per weight`, and it keeps no activations.
 
     python examples/benchmarks/training_memory.py
 """
@@ -26,7 +27,9 @@ SHAPES = {  # hidden size, MLP size, attention heads, key and value heads, head 
     "Llama-3.1-8B": (4096, 14_336, 32, 8, 128, 128_256),
     "Qwen3-32B": (5120, 25_600, 64, 8, 128, 151_936),
 }
-ADAMW_BYTES = 4 + 4 + 8 + 2  # per parameter: weight, gradient, two moments, bfloat16 copy
+MUON_BYTES = 4 + 4 + 4 + 2  # per parameter: weight, gradient, moment, bfloat16 copy
+ADAMW_BYTES = 4 + 4 + 8 + 2  # two moments
+VARIANTS = ("clover-x", "clover-2")
 
 
 def peak_of_the_loss(vocab_size: int, positions: int, size: int, num_heads: int) -> int:
@@ -82,24 +85,27 @@ def main() -> None:
         whole = 4 * arguments.positions * vocab_size
         print(f"{vocab_size:>10,}   {peak / 2**20:>8.0f}   {peak / first:>14.2f}x   {whole / 2**20:>20.0f} MiB")
 
-    print("\nClover-2 heads, 5 heads and 2 layers")
-    print("target         parameters   weights and AdamW   activations per token   of 2048 tokens")
+    print("\nHeads as `from_target` makes them")
+    print("target         variant    parameters   with Muon   with AdamW   activations per token   of 2048 tokens")
     for name, (size, mlp, heads, kv_heads, head_dim, vocab_size) in SHAPES.items():
-        config = CloverConfig(
-            hidden_size=size,
-            intermediate_size=mlp,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocab_size,
-        )
-        with torch.device("meta"):
-            count = sum(parameter.numel() for parameter in CloverHeads(config).parameters())
-        per_token = activations_per_token(config)
-        print(
-            f"{name:<14} {count / 1e6:>8.0f} M   {count * ADAMW_BYTES / 2**30:>13.1f} GiB   "
-            f"{per_token / 2**20:>17.2f} MiB   {2048 * per_token / 2**30:>10.1f} GiB"
-        )
+        for variant in VARIANTS:
+            config = CloverConfig(
+                variant=variant,
+                hidden_size=size,
+                intermediate_size=mlp,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                head_dim=head_dim,
+                vocab_size=vocab_size,
+            )
+            with torch.device("meta"):
+                count = sum(parameter.numel() for parameter in CloverHeads(config).parameters())
+            per_token = activations_per_token(config)
+            print(
+                f"{name:<14} {variant:<9} {count / 1e6:>9.0f} M   {count * MUON_BYTES / 2**30:>5.1f} GiB   "
+                f"{count * ADAMW_BYTES / 2**30:>6.1f} GiB   {per_token / 2**20:>17.2f} MiB   "
+                f"{2048 * per_token / 2**30:>10.1f} GiB"
+            )
 
 
 if __name__ == "__main__":

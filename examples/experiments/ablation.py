@@ -28,13 +28,14 @@ from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculat
 from hf_clover.decoding.verify import capture_before_final_norm
 from hf_clover.scales import embedding_scale
 
-DEFAULTS = {**TRAINING, "tokens": 150_000, "batch_size": 8, "nodes": (16,)}
+DEFAULTS = {**TRAINING, "tokens": 100_000, "batch_size": 4, "nodes": (16,)}
 TOY = {**TOY_TRAINING, "tokens": 120, "nodes": (4,)}
 DEPTH = 8  # of a chain
 PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
 DRAFTED_ON = 4  # of them, with a tree at every step, for the time of a draft
 
 MEASURED = "measured"  # an embedding scale that is measured on the target
+TWO = {"num_augmenting_layers": 2}
 PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
 
 # label: variant, what differs from it, what differs from its recipe. Each row has what the rows before it have.
@@ -43,19 +44,21 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "+ embeddings of size 1": ("clover-2", {"embedding_scale": MEASURED}, PAPER),
     "+ states after the final norm": ("clover-2", {"normalize_hidden_states": True}, PAPER),
     "+ state and token meet in one layer": ("clover-2", {"normalize_hidden_states": True, "entry": "fc"}, PAPER),
-    "+ gated cell, for every head": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER),
-    "+ loss without hidden states": ("clover-x", {}, PAPER),
+    "+ gated cell, for every head": ("clover-x", {**TWO, "loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER),
+    "+ loss without hidden states": ("clover-x", TWO, PAPER),
+    "+ one layer instead of two": ("clover-x", {}, PAPER),
     "+ a higher learning rate": ("clover-x", {}, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
     "Muon for the matrices = clover-x": ("clover-x", {}, {}),
 }
 ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "clover-x: one layer": ("clover-x", {"num_augmenting_layers": 1}, {}),
+    "clover-x: two layers": ("clover-x", TWO, {}),
     "clover-x: Attention Decoder": ("clover-x", {"decoder": "attention"}, {}),
     "clover-x: no token for head 0": ("clover-x", {"decoder_position": "before", "output_projector": "fc"}, {}),
     "clover-x: cell of width d": ("clover-x", {"decoder_width": "d"}, {}),
     "clover-x: acceptance loss": ("clover-x", {"loss_type": "acceptance"}, {}),
     "clover-x: hidden states, weight 0.3": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 0.3}, {}),
     "clover-x: eight heads trained": ("clover-x", {"num_heads": 8}, {}),
+    "clover-x: Muon at 0.04": ("clover-x", {}, {"muon_learning_rate": 0.04}),
 }
 ROWS = {**STEPS, **ALONE}
 

@@ -57,6 +57,7 @@ HELP = {
     "nodes": "drafted per step",
     "trees": "how trees are grown",
     "learning_rates": "to try",
+    "contexts": "tokens of text before the steps that are timed",
 }
 GENERATION = dict(heads=str(STAND_IN / "heads"), prompts="stand-in", num_prompts=8, max_new_tokens=64, repeats=3)
 TRAINING = dict(data=None, samples=1500, test_samples=96, length=256, batch_size=2)

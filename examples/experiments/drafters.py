@@ -21,7 +21,6 @@ from rivals import RIVALS, RivalHeads
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.benchmark import _peak_memory as peak_memory
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.record import speculations
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
@@ -76,7 +75,7 @@ class Trained:
     heads: CloverHeads
     steps: int
     seconds: float  # of one CPU thread, or of the clock where there is a GPU; without the target's pass
-    peak_memory_mib: float | None  # beside what was held before
+    memory_mib: float  # as `training_memory` counts it
 
 
 class Classroom:
@@ -128,11 +127,11 @@ class Classroom:
         trainer.remove_callback(ProgressCallback)
         clock = time.perf_counter if on_gpu else time.process_time
         started = clock()
-        with peak_memory(self.target.device) as peak:
-            trainer.train()
+        trainer.train()
+        seconds = clock() - started
         if trainer.was_interrupted:
             raise KeyboardInterrupt
-        return Trained(trainer.heads.eval(), steps, clock() - started, peak.get("mib"))
+        return Trained(trainer.heads.eval(), steps, seconds, training_memory(trainer))
 
     def _states_for(self, trainer: CloverTrainer) -> tuple[Dataset, int]:
         """The samples with the states that this teacher gives, and how wide those are."""
@@ -161,6 +160,35 @@ class Classroom:
 def _teacher(heads: CloverHeads, target: PreTrainedModel) -> Teacher:
     kind = heads.teacher if isinstance(heads, RivalHeads) else Teacher
     return kind(target, heads)
+
+
+def training_memory(trainer: CloverTrainer) -> float:
+    """MiB, counted and so the same on every machine: weights, gradients, the optimizer's state after a step, and what
+    the forward of a batch keeps for its backward."""
+    model, held = trainer.model.train(), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = trainer.compute_loss(model, batch)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    borrowed = trainer.heads.borrowed
+    for tensor in (*weights, borrowed.embedding, *borrowed.lm_head.parameters(), *borrowed.norm.parameters()):
+        held.pop(tensor.untyped_storage().data_ptr(), None)
+    del loss
+    own = 2 * sum(parameter.nbytes for parameter in weights) + _bytes_in(trainer.optimizer.state_dict())
+    return (own + sum(held.values())) / 2**20
+
+
+def _bytes_in(state: Any) -> int:
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    parts = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_bytes_in, parts))
 
 
 # ---------------------------------------------------------------------- what drafts are worth

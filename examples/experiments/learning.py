@@ -190,7 +190,7 @@ class Course:
             "steps": trained.steps,
             "parameters": sum(parameter.numel() for parameter in heads.parameters()),
             "training_seconds": trained.seconds,
-            "training_memory_mib": trained.peak_memory_mib,
+            "training_memory_mib": trained.memory_mib,
             "chain": sum(by_depth),
             "chain_by_depth": by_depth,
             "tokens_per_forward": per_forward,

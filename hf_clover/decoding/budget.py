@@ -12,6 +12,7 @@ Shapes: B rows, N draft nodes.
 
 import copy
 import statistics
+import threading
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ def line_through(seen: Sequence[tuple[int, float]], at_none: float | None = None
     """The seconds where there are no nodes, and of every further node, by least squares. Outliers are left out, and
     `at_none`, what the first should be (the median if it is not known), counts a little, which decides where all
     trees were of one size."""
+    seen = list(seen)  # another thread may add to it meanwhile
     middle = statistics.median(seconds for _, seconds in seen)
     points = [(nodes, seconds, 1.0) for nodes, seconds in seen if seconds <= 4 * middle]
     points.append((0, middle if at_none is None else at_none, 0.5))
@@ -154,6 +156,7 @@ class Experience:
 
     costs: dict[Hashable, Costs] = field(default_factory=dict)
     acceptance: dict[Hashable, Acceptance] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # threads share what they learn
 
 
 _experience: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[CloverHeads, Experience]] = WeakKeyDictionary()
@@ -212,21 +215,23 @@ class AutomaticBudget:
         """`paths` of the rows that were unfinished."""
         nodes = tree.size - 1
         self.since_plain += 1
-        if nodes == 0:
-            self.costs.plain.add(forward_seconds)
-            self.since_plain = 0
-        else:
-            self.costs.forwards.append((nodes, forward_seconds))
-            self.acceptance.learn(self.log_probs, paths)
-        if self.drafted:
-            self.costs.drafts.append((self.drafted, draft_seconds))
+        with self.experience.lock:
+            if nodes == 0:
+                self.costs.plain.add(forward_seconds)
+                self.since_plain = 0
+            else:
+                self.costs.forwards.append((nodes, forward_seconds))
+                self.acceptance.learn(self.log_probs, paths)
+            if self.drafted:
+                self.costs.drafts.append((self.drafted, draft_seconds))
 
     def _look_up(self, rows: int, context: int) -> Costs:
         key = (self.mode, rows, context.bit_length())
         if key != self.key:
             known = self.experience.costs
-            if key not in known:
-                known[key] = self._begin_with_the_nearest(key)
+            with self.experience.lock:
+                if key not in known:
+                    known[key] = self._begin_with_the_nearest(key)
             self.key, self.costs = key, known[key]
         return self.costs
 

@@ -7,6 +7,7 @@ thought of gets plain generate and a reason, never a wrong token.
 """
 
 import inspect
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,7 @@ def choose_route(
 
 
 _measured: WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = WeakKeyDictionary()
+_measuring = threading.Lock()  # what a thread finds out, another waits for
 
 
 def _why_no_tree(target: PreTrainedModel) -> str | None:
@@ -88,17 +90,18 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     implementation = config._attn_implementation
     if implementation not in TREE_ATTENTION and not target._supports_sdpa:
         return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
-    known = _measured.setdefault(target, {})
     key = (implementation, target.dtype, device_of(target))
-    if key not in known:
-        try:
-            known[key] = _measure(target)
-            if known[key] is not None and shared_heads(target) > 1:
-                never_packed.add(target)
+    with _measuring:
+        known = _measured.setdefault(target, {})
+        if key not in known:
+            try:
                 known[key] = _measure(target)
-        except _NotANumberError:
-            return None  # the walk will say so, and the next call measures again
-    return known[key]
+                if known[key] is not None and shared_heads(target) > 1:
+                    never_packed.add(target)
+                    known[key] = _measure(target)
+            except _NotANumberError:
+                return None  # the walk will say so, and the next call measures again
+        return known[key]
 
 
 def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:

@@ -18,6 +18,7 @@ from ..modeling_clover import CloverHeads
 from ..target_parts import unwrap
 from .config import MUON_RATES, CloverTrainingConfig
 from .optimizers import HAS_MUON, MuonAndAdamW
+from .teacher import loading_whole
 
 _NO_LOGITS = "heads give no logits to compute it from; accuracies and acceptance lengths are logged by themselves"
 _REFUSED_ARGUMENTS = {
@@ -46,7 +47,8 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
     if model is None:
         model = CloverHeads.from_target(teacher_model, **options)
     elif isinstance(model, str):
-        model = CloverHeads.from_pretrained(model, **{"dtype": torch.float32, **options})
+        with loading_whole(args):
+            model = CloverHeads.from_pretrained(model, **{"dtype": torch.float32, **options})
     elif getattr(getattr(unwrap(model), "config", None), "model_type", None) != "clover":
         raise TypeError(
             f"`model` must be Clover heads, their path, or None, not a `{type(unwrap(model)).__name__}`. The target "
@@ -64,7 +66,7 @@ def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: A
         if args.hidden_loss_weight is None:
             args.hidden_loss_weight = config.hidden_loss_weight
     has_own = optimizer is not None or args.optim != type(args).__dataclass_fields__["optim"].default
-    is_sharded = bool(args.fsdp or args.deepspeed or os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    is_sharded = bool(args.fsdp or args.deepspeed_plugin or os.environ.get("ACCELERATE_USE_FSDP") == "true")
     reasons = {
         "needs torch 2.9 or later": not HAS_MUON,
         "cannot go with another optimizer": has_own,

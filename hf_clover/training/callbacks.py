@@ -70,8 +70,8 @@ class AcceptanceCallback(TrainerCallback):
     ) -> None:
         if trainer.teacher.is_sharded:
             raise ValueError(
-                "AcceptanceCallback cannot generate with a target that FSDP has sharded: leave the callback out and "
-                "measure the saved heads afterwards."
+                "AcceptanceCallback cannot generate with a target in shards (FSDP, ZeRO stage 3): leave the callback "
+                "out and measure the saved heads afterwards."
             )
         self.trainer, self.max_new_tokens, self.freq = trainer, max_new_tokens, freq
         if prompts is None:

@@ -191,8 +191,6 @@ class CloverTrainingConfig(SFTConfig):
             template is None or template.endswith((".jinja", ".j2")),
             "must be a .jinja file: another model's tokens cannot be added to a frozen target",
         )
-        zero_stage = self.deepspeed_plugin.zero_stage if self.deepspeed_plugin is not None else 0
-        self._require("deepspeed", zero_stage != 3, "shards the target's lm_head: use ZeRO stage 2, or FSDP version 2")
 
 
 __all__ = ["MUON_RATES", "CloverTrainingConfig"]

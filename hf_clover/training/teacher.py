@@ -2,10 +2,10 @@
 
 Contract: a `Teacher` runs a target under `torch.no_grad()` and gives what heads learn from: hidden states before and
 after the final norm, and logits. It never changes a weight of the target. Beside one process it works replicated (one
-whole target per process) and, with FSDP version 2, sharded. This module does not know losses, datasets or trainers.
+whole target per process) and in shards, with FSDP version 2 or DeepSpeed's ZeRO stage 3. This module does not know
+losses, datasets or trainers.
 """
 
-import copy
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +15,23 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+from transformers.integrations.deepspeed import (
+    is_deepspeed_zero3_enabled,
+    set_hf_deepspeed_config,
+    unset_hf_deepspeed_config,
+)
 from transformers.utils import logging
+from trl.models import prepare_deepspeed
 
 from ..modeling_clover import CloverHeads
-from ..target_parts import find_decoder, gather_rows, is_plain, unwrap
+from ..target_parts import find_decoder, gather_rows, is_plain, unwrap, whole
 
 logger = logging.get_logger(__name__)
 
@@ -41,9 +53,12 @@ class Teacher:
         self._last_logit_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     def place(self, accelerator: Accelerator) -> None:
-        """Bring the target to the device, in shards where FSDP is on."""
+        """Bring the target to the device, in shards where FSDP or ZeRO stage 3 is on."""
         if accelerator.distributed_type == DistributedType.FSDP:
             self.shard()
+        elif shards_by_deepspeed(accelerator):
+            self.model = prepare_deepspeed(self.model, accelerator)
+            self._lend_whole()
         elif not hasattr(self.model, "hf_device_map"):  # which has placed it, as it does for quantised models
             self.model.to(accelerator.device)
         self.refresh_draft_vocabulary()
@@ -56,8 +71,11 @@ class Teacher:
         for layer in layers or ():
             fully_shard(layer)
         fully_shard(self.model)
+        self._lend_whole()
+
+    def _lend_whole(self) -> None:
         borrowed = self.heads.borrowed
-        borrowed.lm_head, borrowed.norm = _whole(borrowed.lm_head), _whole(borrowed.norm)
+        borrowed.lm_head, borrowed.norm = whole(borrowed.lm_head), whole(borrowed.norm)
         borrowed.embedding = getattr(borrowed.lm_head, "weight", borrowed.embedding)
         self.is_sharded = True
 
@@ -166,19 +184,30 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-@torch.no_grad()
-def _whole(module: nn.Module) -> nn.Module:
-    """A copy of a sharded module with every parameter in one piece."""
-    whole = copy.deepcopy(module)
-    for part in whole.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if hasattr(parameter, "full_tensor"):
-                setattr(part, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
-    return whole
+def shards_by_deepspeed(accelerator: Accelerator) -> bool:
+    is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+    return is_deepspeed and accelerator.state.deepspeed_plugin.zero_stage == 3
 
 
-def load_teacher(name: str, init_kwargs: dict[str, Any] | None) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(name, **{"dtype": "auto", **(init_kwargs or {})})
+@contextmanager
+def loading_whole(args: TrainingArguments) -> Iterator[None]:
+    """Under ZeRO stage 3 transformers would load models in shards, of which no heads can be made; inside, it does not.
+    They are divided afterwards."""
+    if not is_deepspeed_zero3_enabled():
+        yield
+        return
+    config = getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.dschf
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(config)
 
 
-__all__ = ["Teacher", "check_tokenizer", "load_teacher", "to_device"]
+def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
+    options = {"dtype": "auto", **(args.teacher_model_init_kwargs or {})}
+    with loading_whole(args):
+        return AutoModelForCausalLM.from_pretrained(name, **options)
+
+
+__all__ = ["Teacher", "check_tokenizer", "load_teacher", "loading_whole", "to_device"]

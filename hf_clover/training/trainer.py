@@ -136,7 +136,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if not isinstance(args, CloverTrainingConfig):
             raise TypeError(f"`args` must be a `CloverTrainingConfig`, not a `{type(args).__name__}`.")
         if isinstance(teacher_model, str):
-            teacher_model = load_teacher(teacher_model, args.teacher_model_init_kwargs)
+            teacher_model = load_teacher(teacher_model, args)
         elif args.teacher_model_init_kwargs is not None:
             logger.warning("`teacher_model_init_kwargs` is ignored, since `teacher_model` is already instantiated.")
         set_seed(args.seed)
@@ -180,8 +180,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if args.precompute_targets:
             if self.teacher.is_sharded:
                 raise ValueError(
-                    "`precompute_targets=True` cannot run a target that FSDP has sharded: precompute in one process "
-                    "without FSDP, with `device_map='auto'` in `teacher_model_init_kwargs` where one device is too "
+                    "`precompute_targets=True` cannot run a target in shards: precompute in one process, without "
+                    "FSDP or ZeRO, with `device_map='auto'` in `teacher_model_init_kwargs` where one device is too "
                     "small, and train from that `precompute_dir` afterwards."
                 )
             self.train_dataset = precompute_targets(

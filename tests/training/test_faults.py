@@ -43,6 +43,9 @@ def in_child(work: Any, folder: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            for stream in (1, 2):  # where they go to a file, that is not what the disk is to be full for
+                os.dup2(quiet, stream)
             work()
             os._exit(0)
         except BaseException as error:

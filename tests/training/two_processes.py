@@ -16,16 +16,18 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from safetensors.torch import load_file
 from tiny import losses, make_target, make_tokenizer, make_trainer, random_ids
 
-from hf_clover import CloverHeads
 from hf_clover.training import AcceptanceCallback, TargetAnswers, regenerate
 
 
-def train(folder: Path, batch_size: int, precompute: bool = False, steps: int = 2) -> dict[str, Any]:
+def train(
+    folder: Path, batch_size: int, precompute: bool = False, steps: int = 2, target: Any = None, **fields: Any
+) -> dict[str, Any]:
     trainer = make_trainer(
         folder,
-        make_target(),
+        target or make_target(),
         random_ids([12, 9, 16, 7, 12, 10, 14, 8]),
         per_device_train_batch_size=batch_size,
         train_sampling_strategy="sequential",
@@ -36,6 +38,7 @@ def train(folder: Path, batch_size: int, precompute: bool = False, steps: int = 
         warmup_steps=0,
         save_strategy="steps",
         save_steps=2,
+        **fields,
     )
     if not trainer.teacher.is_sharded:
         trainer.add_callback(AcceptanceCallback(trainer, [[8, 9, 10]], max_new_tokens=6, freq=2))
@@ -52,7 +55,7 @@ def train(folder: Path, batch_size: int, precompute: bool = False, steps: int = 
 
 def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     PartialState().wait_for_everyone()
-    return CloverHeads.from_pretrained(folder).state_dict()
+    return load_file(folder / "model.safetensors")
 
 
 @contextmanager

@@ -51,8 +51,7 @@ class EagleGenerator(CloverCandidateGenerator):
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
         self._catch_up()
-        shape = shape or self.config.draft_tree
-        settled = list(self.cache.lengths)
+        shape, settled = shape or self.config.draft_tree, list(self.cache.lengths)
         try:
             return grow_in_shape(self.heads, _Path(self).expand, self.roots, nodes, shape, foresight)
         finally:
