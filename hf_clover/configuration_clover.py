@@ -39,7 +39,7 @@ class CloverConfig(PreTrainedConfig):
             `"both"`: one before, and every head decodes too, head 0 among them (clover-x).
         decoder_num_heads (`int`, *optional*): heads of the Attention Decoder's gate; the target's by default.
         decoder_bias, decoder_activation: biases of the decoder, and what follows the Attention Decoder's gated value.
-        decoder_width (`int`, *optional*): of a gated decoder; twice the hidden size by default.
+        decoder_width (`int`, *optional*): of a gated decoder; the hidden size by default.
         entry (`str`, *optional*): what stands before the block where something does: a `"decoder"` like the others, or
             `"fc"`, a linear layer of state and token.
         regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
@@ -123,7 +123,7 @@ class CloverConfig(PreTrainedConfig):
         if self.decoder_num_heads is None:
             self.decoder_num_heads = self.num_attention_heads
         if self.decoder_width is None and isinstance(self.hidden_size, int):
-            self.decoder_width = 2 * self.hidden_size
+            self.decoder_width = self.hidden_size
         self._validate_clover()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads

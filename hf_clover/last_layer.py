@@ -58,7 +58,7 @@ class LastLayer:
         self.qkvo: dict[str, Linear] | None = None
         self.gate_up_down: dict[str, Linear] | None = None
         if self.is_sequential:
-            with _evaluating(target):
+            with evaluating(target):
                 self.qkvo, self.gate_up_down = self._read_attention(), self._read_mlp()
                 self._keep_what_computes_the_same(target, layer)
 
@@ -306,7 +306,7 @@ def _watch(target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> list
 
 
 @contextmanager
-def _evaluating(target: nn.Module) -> Iterator[None]:
+def evaluating(target: nn.Module) -> Iterator[None]:
     """Without dropout, for the length of the block."""
     modes = [(module, module.training) for module in target.modules()]
     target.eval()
@@ -317,4 +317,4 @@ def _evaluating(target: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-__all__ = ["REFERENCE_ROPE", "LastLayer", "copy_norm"]
+__all__ = ["REFERENCE_ROPE", "LastLayer", "copy_norm", "evaluating"]

@@ -146,7 +146,8 @@ class CloverHeads(PreTrainedModel):
     def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
         """The target's final norm, in its own dtype and on its own device."""
         norm = self.borrowed.norm
-        return norm(x.to(next(norm.parameters(), x))).to(x)
+        like = [*norm.parameters(), x][0]  # torch 2.6 does not compile `next` with a default
+        return norm(x.to(like)).to(x)
 
     def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).

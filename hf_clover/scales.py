@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .last_layer import evaluating
 from .target_parts import find_decoder
 
 ROWS, TOKENS = 4, 32  # of random ids
@@ -41,14 +42,14 @@ def final_norm_ratio(target: PreTrainedModel) -> float:
     config = target.config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(config.vocab_size, (ROWS, TOKENS), generator=generator).to(target.device)  # [B, T]
-    hook, was_training = norm.register_forward_hook(after), target.training
+    hook = norm.register_forward_hook(after)
     try:
-        target.eval()(input_ids=text, use_cache=False)
+        with evaluating(target):
+            target(input_ids=text, use_cache=False)
     except Exception:  # it wants more than tokens, say
         return 1.0
     finally:
         hook.remove()
-        target.train(was_training)
     before, behind = sizes[-1] if sizes else (1.0, 1.0)
     ratio = behind / before if before > 0 else 1.0
     return ratio if math.isfinite(ratio) and ratio > 0 else 1.0

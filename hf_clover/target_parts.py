@@ -5,6 +5,7 @@ Contract: functions of a transformers model and a `CloverConfig`; nothing is cha
 """
 
 import contextlib
+import importlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -168,15 +169,14 @@ def _full(weight: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _in_one_piece(module: nn.Module) -> Iterator[None]:
     """The module's own weights, where DeepSpeed divides them or accelerate fetches them for every forward."""
+    # Not by `import`: transformers asks for everything that a file of remote code imports.
+    weights = list(module.parameters(recurse=False))
     with contextlib.ExitStack() as stack:
-        if any(hasattr(weight, "ds_id") for weight in module.parameters(recurse=False)):
-            import deepspeed
-
-            stack.enter_context(deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))))
+        if any(hasattr(weight, "ds_id") for weight in weights):
+            stack.enter_context(importlib.import_module("deepspeed").zero.GatheredParameters(weights))
         if hasattr(module, "_hf_hook"):
-            from accelerate.utils import align_module_device
-
-            stack.enter_context(align_module_device(module, getattr(module._hf_hook, "execution_device", None)))
+            align = importlib.import_module("accelerate.utils").align_module_device
+            stack.enter_context(align(module, getattr(module._hf_hook, "execution_device", None)))
         yield
 
 

@@ -241,8 +241,9 @@ def _finite(value: float | None) -> float | None:
 def rounding_after(target: PreTrainedModel, text: torch.Tensor) -> float:
     """How far apart the target's scores of two tokens may come to be by rounding, after `text` [L].
 
-    Twice the largest error of a logit: of storing it in the target's dtype, and of computing it, which shows between
-    forwards over one token and over several.
+    Four times the largest error of a logit: of storing it in the target's dtype, or of computing it, which shows
+    between forwards over one token and over several. Twice because two logits are compared, and twice again because
+    what a few forwards show, often of a short text, is not the worst there is.
     """
     count = min(LOOKED_BACK, len(text) - 1)
     whole = _last_logits(target, text, (len(text),), count + 1)
@@ -253,7 +254,7 @@ def rounding_after(target: PreTrainedModel, text: torch.Tensor) -> float:
             difference = several - one_by_one  # [count, V]
             if difference.pow(2).mean().sqrt() <= rounding_tolerance(target) * one_by_one.std():
                 error = max(error, float(difference.abs().max()))
-    return 2 * error
+    return 4 * error
 
 
 def _last_logits(target: PreTrainedModel, text: torch.Tensor, widths: Sequence[int], keep: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ import argparse
 import json
 import logging
 import random
-import sys
 import time
 import traceback
 import warnings
@@ -416,5 +415,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     main()

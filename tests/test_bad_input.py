@@ -249,7 +249,7 @@ def test_breaking_off_leaves_everything_as_it_was(model, heads, where, error):
     elif where == "streamer":
         kwargs["streamer"] = breaks
     else:
-        module = model.model.layers[1] if where == "target" else heads.fc[0]
+        module = model.model.layers[1] if where == "target" else heads.head_norm
         handle = module.register_forward_hook(lambda *_: breaks.count())
     with pytest.raises(type(error)):
         model.generate(**inputs, max_new_tokens=60, assistant_model=heads, **kwargs)

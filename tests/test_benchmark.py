@@ -126,7 +126,7 @@ def test_the_result_says_where_it_comes_from(target, heads, tmp_path):
     assert read == result
     assert {"command", "machine", "versions", "date", "dtype", "device", "repeats"} <= set(read)
     assert [(row["method"], row["nodes"], row["batch_size"]) for row in read["rows"]] == [
-        (name, nodes, size) for size in (1, 2) for name, nodes in (("plain", None), ("clover-2", 2), ("clover-2", 4))
+        (name, nodes, size) for size in (1, 2) for name, nodes in (("plain", None), ("clover-x", 2), ("clover-x", 4))
     ]
 
 
@@ -134,7 +134,7 @@ def test_saved_heads_and_models_are_methods(target, heads, tmp_path):
     heads.save_pretrained(tmp_path / "heads")
     target.save_pretrained(tmp_path / "small")
     method = parse_method(f"mine:{tmp_path / 'heads'}", target)
-    assert (method.name, method.heads.config.variant) == ("mine", "clover-2")
+    assert (method.name, method.heads.config.variant) == ("mine", "clover-x")
     assistant = parse_method(f"assistant:{tmp_path / 'small'}", target)
     assert assistant.heads is None
     _, mine, its = run(target, [plain(), method, assistant])

@@ -202,9 +202,9 @@ def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
         raise RuntimeError("wants pictures")
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", broken)
-    target.train()
+    target.train().lm_head.eval()
     assert final_norm_ratio(target) == 1.0
-    assert target.training
+    assert (target.training, target.lm_head.training) == (True, False)
     assert not target.model.norm._forward_hooks
     monkeypatch.undo()
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=SIZE, n_layer=1, n_head=2))
@@ -267,7 +267,7 @@ def test_the_tokens_are_plain_generates(target, heads, lengths, do_sample, tree)
                 num_assistant_tokens_schedule="constant",
             )  # fmt: skip
         assert torch.equal(ours.sequences, plain)
-        assert ours.speculation.accepted_tokens > 0
+        assert ours.speculation.accepted_tokens > 0 or (do_sample and not plant)
 
 
 def test_the_automatic_budget_and_a_draft_vocabulary(target):

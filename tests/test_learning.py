@@ -60,6 +60,8 @@ def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch)
     monkeypatch.setattr(
         learning.Classroom, "train", lambda *args: (trained.append((args[1].name, args[2])), train(*args))[1]
     )
+    plot = learning.plot
+    monkeypatch.setattr(learning, "plot", lambda path: [])  # until the end
     pair = ("--drafters", "clover-2", "eagle-3")
     first = run(learning, folder, tmp_path, *pair, "--budgets", "64")
     assert trained == [("clover-2", 64), ("eagle-3", 64)]
@@ -81,8 +83,12 @@ def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch)
         assert row["steps"] * 32 >= row["tokens"]
     assert str(folder) not in json.dumps(result)
 
+    with pytest.raises(ValueError, match=r"`--length 16`: learning.json was written with 32.*another `--output`"):
+        run(learning, folder, tmp_path, *pair, "--length", "16")
+
     measured = run(learning, folder, tmp_path, *pair, "--budgets", "64", "--measure")
     assert measured["rows"] == result["rows"]
+    monkeypatch.setattr(learning, "plot", plot)
     again = run(learning, folder, tmp_path, *pair, "--budgets", "64", "--measure")  # in the place of the first
     found = [(row["drafter"], row["batch_size"], row["nodes"]) for row in again["timings"]]
     sizes = [(batch, nodes) for batch in (1, 2) for nodes in (None, 4)]
@@ -112,13 +118,12 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
     of_each = {}
     for name in ("clover-2", "medusa", "eagle-1", "eagle-3", "hydra++"):
         course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
-        of_each[name] = list(seen)
+        of_each[name] = seen[:4]  # the fifth is for counting memory
         seen.clear()
-    assert len(of_each["clover-2"]) == 4
     assert len({json.dumps(batches) for batches in of_each.values()}) == 1
     course.classroom.train(learning.DRAFTERS["medusa"], 128, 4, {"learning_rate": 1e-3})
-    assert seen != of_each["medusa"]  # another seed, another order
-    assert sorted(seen) == sorted(of_each["medusa"])
+    assert seen[:4] != of_each["medusa"]  # another seed, another order
+    assert sorted(seen[:4]) == sorted(of_each["medusa"])
 
 
 def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ def test_a_slice():
     assert state.methods["tree"] > state.cases / 2
 
 
-def some(monkeypatch, count=12):
+def some(monkeypatch, count=24):
     """Cases of one target, greedy or sampled, with planted drafts."""
     monkeypatch.setattr(soak, "TARGETS", [("llama", "sdpa")])
     state = soak.State(seed=70)

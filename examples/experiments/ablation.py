@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from continuations import Data, load_data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
+from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import capture_before_final_norm
 from hf_clover.scales import embedding_scale
 
@@ -32,9 +34,9 @@ DEFAULTS = {**TRAINING, "tokens": 100_000, "batch_size": 4, "nodes": (16,)}
 TOY = {**TOY_TRAINING, "tokens": 120, "nodes": (4,)}
 DEPTH = 8  # of a chain
 PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
-DRAFTED_ON = 4  # of them, with a tree at every step, for the time of a draft
+GENERATED = 4  # of them, with a tree at every step
 
-MEASURED = "measured"  # an embedding scale that is measured on the target
+MEASURED, TWICE = "measured", "2 d"  # of the target: the scale of its embeddings, and twice its hidden size
 TWO = {"num_augmenting_layers": 2}
 PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
 
@@ -54,7 +56,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-x: two layers": ("clover-x", TWO, {}),
     "clover-x: Attention Decoder": ("clover-x", {"decoder": "attention"}, {}),
     "clover-x: no token for head 0": ("clover-x", {"decoder_position": "before", "output_projector": "fc"}, {}),
-    "clover-x: cell of width d": ("clover-x", {"decoder_width": "d"}, {}),
+    "clover-x: cell of width 2 d": ("clover-x", {"decoder_width": TWICE}, {}),
     "clover-x: acceptance loss": ("clover-x", {"loss_type": "acceptance"}, {}),
     "clover-x: hidden states, weight 0.3": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 0.3}, {}),
     "clover-x: eight heads trained": ("clover-x", {"num_heads": 8}, {}),
@@ -101,24 +103,44 @@ def chains(heads: CloverHeads, texts: torch.Tensor, states: torch.Tensor) -> lis
     return shares
 
 
-@torch.no_grad()
-def drafting(target: PreTrainedModel, heads: CloverHeads, texts: torch.Tensor, nodes: int) -> dict[str, float]:
-    """Milliseconds of a draft and tokens per forward, with a tree of `nodes` at every step."""
-    seconds = steps = tokens = forwards = 0
-    prompts = texts[: DRAFTED_ON + 1, : texts.shape[1] - CONTINUED, None].transpose(1, 2)  # [N, 1, prompt]
-    for place, prompt in enumerate(prompts):
+def tokens_per_forward(target: PreTrainedModel, heads: CloverHeads, texts: torch.Tensor, nodes: int) -> float:
+    """With a tree of `nodes` at every step."""
+    tokens = forwards = 0
+    for prompt in texts[:GENERATED, None, : texts.shape[1] - CONTINUED]:  # [1, prompt]
         with speculations() as records:
             target.generate(
                 input_ids=prompt, attention_mask=torch.ones_like(prompt), assistant_model=heads, do_sample=False,
                 max_new_tokens=CONTINUED, eos_token_id=None, pad_token_id=0, num_assistant_tokens=nodes,
                 num_assistant_tokens_schedule="constant",
             )  # fmt: skip
-        if place == 0 and len(prompts) > 1:
-            continue  # what is done only once
-        record = records[0]
-        seconds, steps = seconds + record.draft_seconds, steps + record.target_forwards - 1
-        tokens, forwards = tokens + record.new_tokens, forwards + record.target_forwards
-    return {"draft_ms": 1000 * seconds / max(steps, 1), "tokens_per_forward": tokens / forwards}
+        tokens, forwards = tokens + records[0].new_tokens, forwards + records[0].target_forwards
+    return tokens / forwards
+
+
+@torch.no_grad()
+def draft_milliseconds(target: PreTrainedModel, nodes: int, repeats: int) -> dict[str, float]:
+    """Of a step that takes in three tokens and drafts a tree, for heads of every row, all rows in turn: how long it
+    takes depends on what the heads are, not on what they have learned."""
+    size = target.config.get_text_config(decoder=True).hidden_size
+    drafters, seconds = {}, {label: [] for label in ROWS}
+
+    def take_in(drafter: CloverCandidateGenerator, start: int, count: int) -> None:
+        hidden = torch.randn(1, count, size, dtype=target.dtype, device=target.device)
+        tokens = torch.ones(1, count, dtype=torch.long, device=target.device)
+        drafter.extend(hidden, tokens, start + torch.arange(count, device=target.device)[None], [count])
+
+    for label, (variant, fields, _) in ROWS.items():
+        heads = CloverHeads.from_target(target, variant, **fields_of(target, fields))
+        drafters[label] = CloverCandidateGenerator(heads.eval())
+        take_in(drafters[label], 0, PROMPT)
+        drafters[label].draft(nodes)
+    for repeat in range(repeats):
+        for label, drafter in drafters.items():
+            started = time.perf_counter()
+            take_in(drafter, PROMPT + 3 * repeat, 3)
+            drafter.draft(nodes).valid.any().item()  # waits for the device
+            seconds[label].append(time.perf_counter() - started)
+    return {label: 1000 * statistics.median(times) for label, times in seconds.items()}
 
 
 # ---------------------------------------------------------------------- a row
@@ -126,7 +148,7 @@ def drafting(target: PreTrainedModel, heads: CloverHeads, texts: torch.Tensor, n
 
 def fields_of(target: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
     size = target.config.get_text_config(decoder=True).hidden_size
-    known = {MEASURED: lambda: embedding_scale(target.get_output_embeddings().weight), "d": lambda: size}
+    known = {MEASURED: lambda: embedding_scale(target.get_output_embeddings().weight), TWICE: lambda: 2 * size}
     return {name: known[value]() if value in known else value for name, value in fields.items()}
 
 
@@ -175,7 +197,7 @@ def train_row(
         "chain": shares,
         "chain_of_5": sum(shares[:5]),
         "chain_of_8": sum(shares) if len(shares) == DEPTH else None,
-        **drafting(target, heads, texts, args.nodes[0]),
+        "tokens_per_forward": tokens_per_forward(target, heads, texts, args.nodes[0]),
     }
 
 
@@ -199,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for number, label in enumerate(ROWS, 1):
         print(f"{number}/{len(ROWS)} {label}", flush=True)
         rows.append(measured_row(args, label, key, target, tokenizer, data))
+    times = draft_milliseconds(target, args.nodes[0], repeats=3 if args.toy else 100)
+    rows = [{**row, "draft_ms": times[row["heads"]]} for row in rows]
     by_label = {row["heads"]: row for row in rows}
     panels = [
         panel(

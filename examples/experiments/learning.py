@@ -15,23 +15,18 @@ by side.
 """
 
 import argparse
-import datetime
-import json
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import HERE, STAND_IN, line, load_target, panel
+from common import HERE, STAND_IN, load_target
 from continuations import Data, load_data
 from drafters import DRAFTERS, OURS, Classroom, Drafter, chain_by_depth, describe, full_rows, greedy
-from rich.console import Console
-from rich.table import Table
+from ledger import Ledger, show
 from rivals import admitted
 
-from hf_clover.benchmark import Method, measure, plain, with_heads, write
-from hf_clover.hub import provenance
+from hf_clover.benchmark import Method, measure, plain, with_heads
 from hf_clover.plots import plot
 from hf_clover.prompts import load_prompts
 from hf_clover.target_parts import fingerprint
@@ -62,45 +57,6 @@ TOY = dict(
     nodes=[4], batch_sizes=[1, 2], num_prompts=2, max_new_tokens=8, repeats=1,
 )  # fmt: skip
 KEY = ("target", "drafter", "tokens", "seed")
-
-
-class Ledger:
-    """`learning.json`: what is finished, on disk after every addition, so that two processes may share the work."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.parts: dict[str, list[dict[str, Any]]] = {}
-        self.read()
-
-    def read(self) -> None:
-        found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        self.parts = {part: found.get(part, []) for part in ("rows", "tuning", "timings", "targets")}
-
-    def find(self, part: str, **wanted: Any) -> list[dict[str, Any]]:
-        return [row for row in self.parts[part] if all(row[name] == value for name, value in wanted.items())]
-
-    def add(self, part: str, row: dict[str, Any], settings: dict[str, Any]) -> None:
-        self.read()
-        self.parts[part].append(row)
-        self.save(settings)
-
-    def save(self, settings: dict[str, Any]) -> dict[str, Any]:
-        result = {
-            "kind": "experiment",
-            "name": self.path.stem,
-            "question": " ".join(__doc__.split("\n\n")[0].split()),
-            "settings": settings,
-            **provenance(),
-            "date": datetime.date.today().isoformat(),
-            **self.parts,
-        }
-        result["figure"] = {
-            "title": "How fast draft heads learn",
-            "note": f"{result['machine']}; {result['command']}",
-            "panels": panels(self),
-        }
-        write(result, self.path)
-        return result
 
 
 # ---------------------------------------------------------------------- one target
@@ -258,80 +214,16 @@ def plan(args: argparse.Namespace) -> Iterator[tuple[str, Drafter, int, int]]:
                         yield target, DRAFTERS[name], tokens, seed
 
 
-# ---------------------------------------------------------------------- the result
-
-
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     left_out = ("output", "work", "measure", "data")
     settings = {name: value for name, value in vars(args).items() if name not in left_out}
     return settings | {"targets": ["/".join(Path(target).parts[-2:]) for target in args.targets]}
 
 
-def panels(ledger: Ledger) -> list[dict[str, Any]]:
-    """For each target: chain length, and tokens per second of the automatic tree at batch 1, by training tokens."""
-    drawn = []
-    for target in dict.fromkeys(row["target"] for row in ledger.parts["rows"]):
-        rows, timings = ledger.find("rows", target=target), ledger.find("timings", target=target)
-        smallest = min((row["batch_size"] for row in timings), default=1)
-        automatic = [row for row in timings if (row["batch_size"], row["nodes"]) == (smallest, None)]
-        others = [row for row in automatic if row["drafter"] != "plain"]
-        reference = [row["tokens_per_second"] for row in automatic if row["drafter"] == "plain"]
-        more = {"reference": {"y": statistics.median(reference), "label": "plain generate"}} if reference else {}
-        along, log = "training tokens", "log10"
-        chains = _lines(rows, "chain")
-        drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
-        if others:
-            title = f"{target}: speed, batch {smallest}"
-            speeds = _lines(others, "tokens_per_second")
-            drawn.append(panel("lines", title, along, "tokens per second", speeds, log, **more))
-    return drawn
-
-
-def _lines(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """A line for each drafter: the mean over seeds, with the range."""
-    drafters = [drafter for drafter in DRAFTERS if any(row["drafter"] == drafter for row in rows)]
-    found = []
-    for drafter in drafters:
-        points = []
-        for tokens in sorted({row["tokens"] for row in rows}):
-            values = [row[name] for row in rows if (row["drafter"], row["tokens"]) == (drafter, tokens)]
-            if values:
-                points.append((tokens, (statistics.fmean(values), min(values), max(values))))
-        found.append(line(drafter, points))
-    return found
-
-
-def show(ledger: Ledger) -> None:
-    table = Table("target", "tokens", "drafter", "seeds", "chain", "tokens / forward", "tokens / s", "draft, ms")
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for row in ledger.parts["rows"]:
-        groups.setdefault((row["target"], row["tokens"], row["drafter"]), []).append(row)
-    for (target, tokens, drafter), rows in sorted(groups.items()):
-        timed = ledger.find("timings", target=target, tokens=tokens, drafter=drafter)
-        at_once = sorted({row["batch_size"] for row in timed})
-        speeds = [
-            [r["tokens_per_second"] for r in timed if (r["batch_size"], r["nodes"]) == (b, None)] for b in at_once
-        ]
-        drafting = [r["draft_ms"] for r in timed if r["batch_size"] == min(at_once) and r["nodes"] is not None]
-        per_forward = [
-            statistics.fmean(row["tokens_per_forward"][n] for row in rows) for n in rows[0]["tokens_per_forward"]
-        ]
-        table.add_row(
-            target,
-            f"{tokens:,}",
-            drafter,
-            str(len(rows)),
-            f"{statistics.fmean(row['chain'] for row in rows):.2f}",
-            " / ".join(f"{value:.2f}" for value in per_forward),
-            " / ".join(f"{statistics.median(values):.0f}" for values in speeds) or "–",
-            f"{statistics.median(drafting):.1f}" if drafting else "–",
-        )
-    Console().print(table)
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = _parse(argv)
     ledger = Ledger(args.output / "learning.json")
+    ledger.check(args)
     courses: dict[str, Course] = {}
     with admitted():
         if args.measure:

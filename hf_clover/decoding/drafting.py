@@ -93,7 +93,8 @@ def grow(
     config = heads.config
     states = state[:, None]  # [B, W, d] of the beams of the level before
 
-    def expand(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
+    def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
         nonlocal states
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
@@ -113,7 +114,7 @@ def grow_in_shape(
     config = heads.config
     vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
 
-    def foreseen(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+    def foreseen(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
         return foresight.weigh(level, expand(level, chosen, tokens), vocabulary)
 
     score, depth = expand if foresight is None else foreseen, config.draft_depth

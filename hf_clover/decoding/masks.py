@@ -42,9 +42,11 @@ class MaskRules:
 
     def arrange(self, masks: dict[str, torch.Tensor | None]) -> Any:
         """As the target takes them."""
-        packed = {id(mask): self._packed(mask) for mask in masks.values()}
-        masks = {kind: packed[id(mask)] for kind, mask in masks.items()}
-        return masks if self.per_kind else masks[self.kinds[0]]
+        packed: dict[str, torch.Tensor | None] = {}
+        for kind, mask in masks.items():
+            same = [other for other in packed if masks[other] is mask]  # torch 2.6 does not compile `id`
+            packed[kind] = packed[same[0]] if same else self._packed(mask)
+        return packed if self.per_kind else packed[self.kinds[0]]
 
     def _packed(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """[B, 1, n, C] -> [B, 1, G n, C]"""

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,8 @@ def in_child(work: Any, folder: Path) -> int:
     child = os.fork()
     if child == 0:
         try:
-            quiet = os.open(os.devnull, os.O_WRONLY)
-            for stream in (1, 2):  # where they go to a file, that is not what the disk is to be full for
-                os.dup2(quiet, stream)
+            # Where output goes to a file, as pytest lets it, that is not what the disk is to be full for.
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             work()
             os._exit(0)
         except BaseException as error:

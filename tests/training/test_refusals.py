@@ -130,7 +130,7 @@ def test_draft_vocabulary_with_an_adapter(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
-    heads = CloverHeads.from_target(make_target(), num_heads=2)
+    heads = CloverHeads.from_target(make_target(), "clover-2", num_heads=2)
     heads.first_fc.weight.data.fill_(float("nan"))
     trainer = make_trainer(tmp_path, make_target(), options={"model": heads})
     with pytest.raises(FloatingPointError, match=r"at step 0: the loss of heads \[0\] is not finite.*learning_rate"):

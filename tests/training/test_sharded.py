@@ -65,5 +65,10 @@ def test_two_processes_under_deepspeed_equal_one(stage: int, tmp_path: Path) -> 
         assert two["weights"].keys() == one["weights"].keys()
         for parameter, values in one["weights"].items():
             assert two["weights"][parameter] == pytest.approx(values, rel=1e-3, abs=1e-5), parameter
+    for generated in results["generated"]:
+        assert generated["same"]
+        assert generated["divided"]
+        assert generated["method"] == "tree"
+    assert results["generated"][0]["steps"] > results["generated"][1]["steps"]
     unbroken = train(tmp_path / "one", batch_size=4, steps=4, optim="adamw_torch")
     assert results["resumed"]["losses"][-2:] == pytest.approx(unbroken["losses"][-2:], rel=1e-4)

@@ -36,6 +36,7 @@ def train(
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         warmup_steps=0,
+        muon_learning_rate=0.0,  # its bfloat16 would round differently where sums come in another order
         save_strategy="steps",
         save_steps=2,
         **fields,

@@ -1,0 +1,142 @@
+"""What `learning.py` writes down, and how it is drawn and shown.
+
+Contract: a `Ledger` is `learning.json` on disk, whole after every addition. It knows rows of figures, and neither
+heads nor targets.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from common import line, panel
+from drafters import DRAFTERS
+from rich.console import Console
+from rich.table import Table
+
+from hf_clover.benchmark import write
+from hf_clover.hub import provenance
+
+QUESTION = (
+    "How fast do draft heads learn, and what are they worth in tokens per second, ours beside those of other papers?"
+)
+ALIKE = ("toy", "samples", "test_samples", "length", "batch_size", "num_prompts", "max_new_tokens")
+
+
+class Ledger:
+    """`learning.json`: what is finished, on disk after every addition, so that two processes may share the work."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.parts: dict[str, list[dict[str, Any]]] = {}
+        self.settings: dict[str, Any] = {}  # with which it was written
+        self.read()
+
+    def read(self) -> None:
+        found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
+        self.parts = {part: found.get(part, []) for part in ("rows", "tuning", "timings", "targets")}
+        self.settings = found.get("settings", {})
+
+    def check(self, args: argparse.Namespace) -> None:
+        """Rows of other sizes do not belong beside those that are there."""
+        for name in ALIKE:
+            before, now = self.settings.get(name, getattr(args, name)), getattr(args, name)
+            if before != now:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"`{option} {now}`: {self.path.name} was written with {before}, and its rows would not compare. "
+                    f"Go on with {before}, or choose another `--output`."
+                )
+
+    def find(self, part: str, **wanted: Any) -> list[dict[str, Any]]:
+        return [row for row in self.parts[part] if all(row[name] == value for name, value in wanted.items())]
+
+    def add(self, part: str, row: dict[str, Any], settings: dict[str, Any]) -> None:
+        self.read()
+        self.parts[part].append(row)
+        self.save(settings)
+
+    def save(self, settings: dict[str, Any]) -> dict[str, Any]:
+        result = {
+            "kind": "experiment",
+            "name": self.path.stem,
+            "question": QUESTION,
+            "settings": settings,
+            **provenance(),
+            "date": datetime.date.today().isoformat(),
+            **self.parts,
+        }
+        result["figure"] = {
+            "title": "How fast draft heads learn",
+            "note": f"{result['machine']}; {result['command']}",
+            "panels": panels(self),
+        }
+        write(result, self.path.with_suffix(".tmp")).replace(self.path)  # a run that is killed leaves it whole
+        return result
+
+
+# ---------------------------------------------------------------------- pictures and tables
+
+
+def panels(ledger: Ledger) -> list[dict[str, Any]]:
+    """For each target: chain length, and tokens per second of the automatic tree at batch 1, by training tokens."""
+    drawn = []
+    for target in dict.fromkeys(row["target"] for row in ledger.parts["rows"]):
+        rows, timings = ledger.find("rows", target=target), ledger.find("timings", target=target)
+        smallest = min((row["batch_size"] for row in timings), default=1)
+        automatic = [row for row in timings if (row["batch_size"], row["nodes"]) == (smallest, None)]
+        others = [row for row in automatic if row["drafter"] != "plain"]
+        reference = [row["tokens_per_second"] for row in automatic if row["drafter"] == "plain"]
+        more = {"reference": {"y": statistics.median(reference), "label": "plain generate"}} if reference else {}
+        along, log = "training tokens", "log10"
+        chains = _lines(rows, "chain")
+        drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
+        if others:
+            title = f"{target}: speed, batch {smallest}"
+            speeds = _lines(others, "tokens_per_second")
+            drawn.append(panel("lines", title, along, "tokens per second", speeds, log, **more))
+    return drawn
+
+
+def _lines(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """A line for each drafter: the mean over seeds, with the range."""
+    drafters = [drafter for drafter in DRAFTERS if any(row["drafter"] == drafter for row in rows)]
+    found = []
+    for drafter in drafters:
+        points = []
+        for tokens in sorted({row["tokens"] for row in rows}):
+            values = [row[name] for row in rows if (row["drafter"], row["tokens"]) == (drafter, tokens)]
+            if values:
+                points.append((tokens, (statistics.fmean(values), min(values), max(values))))
+        found.append(line(drafter, points))
+    return found
+
+
+def show(ledger: Ledger) -> None:
+    table = Table("target", "tokens", "drafter", "seeds", "chain", "tokens / forward", "tokens / s", "draft, ms")
+    groups: dict[tuple, list[dict[str, Any]]] = {}
+    for row in ledger.parts["rows"]:
+        groups.setdefault((row["target"], row["tokens"], row["drafter"]), []).append(row)
+    for (target, tokens, drafter), rows in sorted(groups.items()):
+        timed = ledger.find("timings", target=target, tokens=tokens, drafter=drafter)
+        at_once = sorted({row["batch_size"] for row in timed})
+        speeds = [
+            [r["tokens_per_second"] for r in timed if (r["batch_size"], r["nodes"]) == (b, None)] for b in at_once
+        ]
+        drafting = [r["draft_ms"] for r in timed if r["batch_size"] == min(at_once) and r["nodes"] is not None]
+        per_forward = [
+            statistics.fmean(row["tokens_per_forward"][n] for row in rows) for n in rows[0]["tokens_per_forward"]
+        ]
+        table.add_row(
+            target,
+            f"{tokens:,}",
+            drafter,
+            str(len(rows)),
+            f"{statistics.fmean(row['chain'] for row in rows):.2f}",
+            " / ".join(f"{value:.2f}" for value in per_forward),
+            " / ".join(f"{statistics.median(values):.0f}" for values in speeds) or "–",
+            f"{statistics.median(drafting):.1f}" if drafting else "–",
+        )
+    Console().print(table)
