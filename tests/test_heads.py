@@ -112,7 +112,7 @@ def test_teacher_forced_heads_see_the_past_and_nothing_else(variant):
 
 
 def test_without_the_regressive_connection_no_head_sees_a_drafted_token():
-    heads = make_heads(regressive=False)
+    heads = make_heads(variant="clover-2", regressive=False)
     hidden, ids = inputs(batch=1)
     before = heads(hidden, ids).head_outputs
     ids[:, -1] = (ids[:, -1] + 1) % VOCABULARY
@@ -171,7 +171,7 @@ def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor) -> t
     "fields",
     [
         *(dict(variant=variant) for variant in VARIANTS),
-        dict(regressive=False),
+        dict(variant="clover-2", regressive=False),
         dict(decoder_position="after"),
         dict(variant="clover", augmenting_block="mlp"),
         dict(qk_norm=True, use_rope=False),

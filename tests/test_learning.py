@@ -153,6 +153,11 @@ def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
     assert [row["chain"] for row in ledger.find("tuning", drafter="eagle-1")] == [0, 0.7, 0.8]
 
 
+def test_nothing_to_measure(learning, folder, tmp_path):
+    with pytest.raises(ValueError, match=r"`--measure`: there are no heads .* without it first"):
+        run(learning, folder, tmp_path, "--measure", "--budgets", "17")
+
+
 def test_the_cheap_runs_come_first(learning):
     args = learning._parse(["--targets", "a", "b", "--seeds", "0", "1", "--drafters", "medusa"])
     order = [(target, tokens, seed) for target, _, tokens, seed in learning.plan(args)]

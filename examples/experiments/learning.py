@@ -156,12 +156,13 @@ class Course:
 
     # ------------------------------------------------------------------ times
 
-    def measure(self, tokens: int, seed: int) -> None:
-        """All drafters that have saved heads for this, side by side; those measured before are measured again."""
+    def measure(self, tokens: int, seed: int) -> bool:
+        """All drafters that have saved heads for this, side by side; those measured before are measured again.
+        Whether there were any."""
         args = self.args
         known = [d for d in args.drafters if (self.folder_of(d, tokens, seed) / "model.safetensors").exists()]
         if not known:
-            return
+            return False
         heads = {name: DRAFTERS[name].load(self.folder_of(name, tokens, seed), self.target) for name in known}
         timings = []
         for batch_size in args.batch_sizes:
@@ -185,6 +186,7 @@ class Course:
         others = [r for r in self.ledger.parts["timings"] if (r["target"], r["tokens"], r["seed"]) != of_this]
         self.ledger.parts["timings"] = others + timings
         self.ledger.save(settings_of(args))
+        return True
 
     def _timing(self, method: Method, row: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
         if row["skipped"]:
@@ -227,11 +229,17 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     courses: dict[str, Course] = {}
     with admitted():
         if args.measure:
+            found = False
             for target in args.targets:
                 course = Course(args, target, ledger)
                 for seed in args.seeds:
                     for tokens in args.budgets:
-                        course.measure(tokens, seed)
+                        found = course.measure(tokens, seed) or found
+            if not found:
+                raise ValueError(
+                    "`--measure`: there are no heads of these targets, drafters, budgets and seeds in `--work`. Run "
+                    "the same command without it first."
+                )
         else:
             work = list(plan(args))
             for number, (target, drafter, tokens, seed) in enumerate(work, 1):
