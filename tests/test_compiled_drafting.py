@@ -102,7 +102,8 @@ def test_in_generate(target, shape, graphs):  # noqa: F811
         assert out.speculation.accepted_tokens == eager.speculation.accepted_tokens > 0
         assert out.speculation.tree_sizes == eager.speculation.tree_sizes
         counts.append(graphs.count)
-    assert 2 <= counts[0] == counts[1] <= 3, "the heads' graph, and the target's one or two"
+    of_heads = len(set(eager.speculation.tree_sizes) - {0})  # a graph for each size
+    assert of_heads + 1 <= counts[0] == counts[1] <= of_heads + 2, "and the target's one or two"
 
 
 def test_a_second_turn(target, graphs):  # noqa: F811
