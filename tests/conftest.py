@@ -32,6 +32,17 @@ class PinnedBudget(FixedBudget):
         return min(max(4, 24 // rows), self.nodes)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _seeded_module():
+    """Heads begin with random weights: the same ones whatever ran before, here and below."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _pinned_budget(request, monkeypatch):
     """Every test sees the same trees, unless it is marked `automatic`."""

@@ -437,10 +437,10 @@ def test_benchmark_and_plot(run, models, folder, tmp_path):
     measured = json.loads(said.out)
     assert measured == json.loads(result.read_text())
     assert [(row["method"], row["nodes"]) for row in measured["rows"][:5]] == [
-        *[("plain", None), ("clover-2", None), ("clover-2", 6), ("prompt-lookup", None), ("mine", None)]
+        *[("plain", None), ("clover-x", None), ("clover-x", 6), ("prompt-lookup", None), ("mine", None)]
     ]
     assert [row["batch_size"] for row in measured["rows"]] == [1] * 5 + [2] * 5
-    of_heads = [row for row in measured["rows"] if row["method"] in ("clover-2", "mine")]
+    of_heads = [row for row in measured["rows"] if row["method"] in ("clover-x", "mine")]
     assert all(row["identical"] for row in of_heads)
     assert max(row["tokens_per_forward"] for row in of_heads) > 1
     assert f"hf-clover plot {result}" in said.err
@@ -463,11 +463,11 @@ def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, 
     lines = [line.split() for line in said.out.splitlines()]
     assert "batch size 2" in said.out
     assert ["method", "tree", "temperature", "tokens/s"] in [line[:4] for line in lines]
-    assert [line[:3] for line in lines if line[:1] == ["clover-2"]] == [
-        *[["clover-2", "global", "0"], ["clover-2", "chain", "0"]],
-        *[["clover-2", "global", "1"], ["clover-2", "chain", "1"]],
+    assert [line[:3] for line in lines if line[:1] == ["clover-x"]] == [
+        *[["clover-x", "global", "0"], ["clover-x", "chain", "0"]],
+        *[["clover-x", "global", "1"], ["clover-x", "chain", "1"]],
     ]
-    assert all(line[-1] == "yes" for line in lines if line[:1] == ["clover-2"])
+    assert all(line[-1] == "yes" for line in lines if line[:1] == ["clover-x"])
     assert "prompt-lookup was skipped: " in said.out
 
 

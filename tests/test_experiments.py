@@ -192,7 +192,7 @@ def test_tasks(experiment, folder):
     result = run(module, folder)
     check_measured(result["rows"])
     assert [row["task"] for row in result["rows"][::3]] == list(module.TASKS)
-    assert {row["method"] for row in result["rows"]} == {"plain", "clover-2", "prompt-lookup"}
+    assert {row["method"] for row in result["rows"]} == {"plain", "clover-x", "prompt-lookup"}
 
 
 def test_prompts_of_the_tasks(experiment):

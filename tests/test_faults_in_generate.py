@@ -59,7 +59,9 @@ def test_memory_does_not_grow(model, heads):
             options |= {"cache_implementation": "static"} if i % 11 == 0 else {}
             model.generate(**ragged_batch(VOCABULARY, ((5,), (4, 7), (5, 9, 3))[i % 3]), **options)
         gc.collect()
-        return len(gc.get_objects()), sum(torch.is_tensor(thing) for thing in gc.get_objects())
+        things = gc.get_objects()
+        # By their type: to be asked for its class makes many a stand-in import what it stands for.
+        return len(things), sum(issubclass(type(thing), torch.Tensor) for thing in things)
 
     before = some(60)
     tracemalloc.start()

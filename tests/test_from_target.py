@@ -215,7 +215,7 @@ def test_a_copied_half_computes_what_the_targets_does(name, log):
 def test_what_does_not_correspond_starts_fresh_and_is_named(name, log):
     """Parallel blocks, MLA, sinks, other norms or rotary embeddings: a random start, and one line that says so."""
     model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, num_augmenting_layers=2)
     said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
     assert len(said) == 1
     assert "attention (" in said[0]
@@ -401,7 +401,7 @@ def test_a_target_that_cannot_be_tried_is_taken_as_read(monkeypatch):
 
     monkeypatch.setattr(model, "forward", fail)
     heads = CloverHeads.from_target(model)
-    assert torch.equal(heads.layers[1].mlp.up_proj.weight, last_layer(model).mlp.up_proj.weight)
+    assert torch.equal(heads.layers[-1].mlp.up_proj.weight, last_layer(model).mlp.up_proj.weight)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
     monkeypatch.setattr(last_layer(model), "forward", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -92,7 +92,7 @@ IMPOSSIBLE = [
     (dict(per_layer_config={"0": {"hidden_size": 8}}), "per_layer_config="),
     (dict(to_dict="x"), "`to_dict` is impossible"),
     (dict(__class__="x"), "`__class__` is impossible"),
-    (dict(id2label=3), "impossible type"),
+    (dict(id2label=3), "`id2label=3` is impossible"),
 ]
 
 
