@@ -34,12 +34,7 @@ class PinnedBudget(FixedBudget):
 
 @pytest.fixture(autouse=True, scope="module")
 def _seeded_module():
-    """Heads begin with random weights: the same ones whatever ran before, here and below."""
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
+    """What a module shares begins with random weights, too: the same ones whatever ran before."""
     torch.manual_seed(0)
 
 
