@@ -482,3 +482,25 @@ def test_to_another_device():
     moved = tree.to(torch.device("meta"))
     assert {moved.tokens.device.type, moved.valid.device.type, moved.log_probs.device.type} == {"meta"}
     assert (moved.max_depth, moved.size) == (1, 2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("shape", ["global", "levels", "chain"])
+def test_a_row_whose_deeper_heads_give_no_numbers_has_no_valid_node(shape, value):
+    """They are not to be believed at the first level either; the walk sees it and turns drafting off."""
+
+    def expand(level, chosen, tokens):
+        logits = torch.randn(2, tokens.shape[1], 9, generator=torch.Generator().manual_seed(level))
+        if level == 2:
+            logits[1, 0, 4] = value
+        return logits
+
+    roots = torch.zeros(2, dtype=torch.long)
+    if shape == "global":
+        tree = grow_global(expand, roots, 12, 4, 3, 3)
+    elif shape == "levels":
+        tree = grow_levels(expand, roots, 12, 4, 0.99, 0.0)
+    else:
+        tree = grow_chain(expand, roots, 4, 4)
+    assert tree.valid[0, 1:].any()
+    assert not tree.valid[1, 1:].any()

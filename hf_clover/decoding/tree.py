@@ -96,7 +96,7 @@ def grow_global(
     beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
     looks = root.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # per level: joint, token, parent [B, C]
-    joint, tokens = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
+    joint, tokens, broken = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
     joint, tokens = joint.flatten(1), tokens.flatten(1)  # [B, k]
     levels.append((joint, tokens, torch.zeros_like(tokens)))
     best = joint  # [B, <= nodes] of all levels so far
@@ -109,7 +109,8 @@ def grow_global(
                 break
             beam, chosen = beam[:, :width], chosen[:, :width]
         logits = expand(level, chosen // children, tokens.gather(1, chosen))  # [B, W, V]
-        log_probs, child_tokens = _best_children(logits, top_k, vocabulary)  # [B, W, k]
+        log_probs, child_tokens, is_nan = _best_children(logits, top_k, vocabulary)  # [B, W, k]
+        broken = broken | is_nan  # [B]
         parents = (first + chosen)[..., None].expand_as(child_tokens)  # [B, W, k]
         first += tokens.shape[1]
         joint, tokens = (beam[..., None] + log_probs).flatten(1), child_tokens.flatten(1)  # [B, W k]
@@ -117,7 +118,7 @@ def grow_global(
         if looks:
             best = torch.cat((best, joint), dim=1)  # [B, .]
             best = best.topk(min(nodes, best.shape[1]), dim=1).values  # [B, <= nodes]
-    return _select(root, levels, nodes)
+    return _select(root, levels, nodes, broken)
 
 
 def grow_chain(
@@ -147,9 +148,11 @@ def grow_levels(
     beam = torch.zeros(batch, 1, device=root.device)  # [B, W] joint log-probability
     beam_tokens, chosen, numbers = root[:, None], None, torch.zeros_like(root[:, None])  # [B, W]
     left = torch.full((batch, 1), nodes, device=root.device)  # [B, 1]
+    broken = torch.zeros(batch, dtype=torch.bool, device=root.device)  # [B]
     first = 1
     for level in range(min(depth, nodes)):
         logits = expand(level, chosen, beam_tokens).float()  # [B, W, V]
+        broken = broken | logits.isnan().flatten(1).any(1) | (logits == torch.inf).flatten(1).any(1)
         kept = logits.flatten(0, 1)  # [B W, V]
         for warper in warpers:
             kept = warper(None, kept)
@@ -168,7 +171,7 @@ def grow_levels(
         beam, beam_tokens, chosen = joint[:, :width], tokens[:, :width], order[:, :width] // children
         numbers = (first + torch.arange(width, device=root.device))[None].expand(batch, -1)
         first += joint.shape[1]
-    return _select(root, levels, nodes)
+    return _select(root, levels, nodes, broken)
 
 
 def _log_probs(logits: torch.Tensor) -> torch.Tensor:
@@ -177,16 +180,23 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
 
 def _best_children(
     logits: torch.Tensor, top_k: int, vocabulary: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, W, V] -> log-probabilities and tokens [B, W, k]; NaN counts as impossible."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, W, V] -> log-probabilities and tokens [B, W, k], and whether there was a NaN [B], which stands first."""
     best, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = torch.nan_to_num(best, nan=-torch.inf, neginf=-torch.inf)
-    return log_probs, tokens if vocabulary is None else vocabulary[tokens]
+    return log_probs, tokens if vocabulary is None else vocabulary[tokens], best[..., 0].isnan().any(1)
 
 
-def _select(root: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], nodes: int) -> Tree:
-    """The best `nodes` candidates of all levels, renumbered. Candidate numbers count from 1; 0 is the root."""
+def _select(
+    root: torch.Tensor,
+    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+    nodes: int,
+    broken: torch.Tensor,
+) -> Tree:
+    """The best `nodes` candidates of all levels, renumbered. Candidate numbers count from 1; 0 is the root. Heads that
+    gave a NaN anywhere are not to be believed elsewhere: a row that is `broken` [B] has no valid node."""
     joint, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))  # [B, C]
+    joint = joint.masked_fill(broken[:, None], -torch.inf)
     depths = torch.cat([torch.full_like(part[1], i + 1) for i, part in enumerate(levels)], dim=1)
     # A stable sort keeps the earlier level first among equals: a parent before its child.
     joint, order = joint.sort(dim=1, descending=True, stable=True)
