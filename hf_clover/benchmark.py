@@ -224,12 +224,16 @@ def _batches(prompts: Sequence[list[int]], size: int, pad: int, device: torch.de
     """The prompts in batches, padded on the left, beginning again with the first to fill the last one."""
     batches = []
     for first in range(0, len(prompts), size):
-        rows = [prompts[(first + i) % len(prompts)] for i in range(size)]
-        width = max(map(len, rows))
-        ids = [[pad] * (width - len(row)) + row for row in rows]
-        mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-        batches.append({"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)})
+        batches.append(batch_of([prompts[(first + i) % len(prompts)] for i in range(size)], pad, device))
     return batches
+
+
+def batch_of(prompts: Sequence[list[int]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Prompts in one batch, padded on the left."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(row)) + row for row in prompts]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
+    return {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
 
 
 def _speeds(repeats: list[list[_Run]], baseline: list[list[_Run]]) -> dict[str, Any]:
@@ -356,17 +360,26 @@ def benchmark(
         )
     return {
         "kind": "benchmark",
+        **circumstances(target, prompt_set, prompts, max_new_tokens),
+        "repeats": repeats,
+        "seed": seed,
+        "rows": rows,
+    }
+
+
+def circumstances(
+    target: PreTrainedModel, prompt_set: str, prompts: Sequence[list[int]], max_new_tokens: int
+) -> dict[str, Any]:
+    """What was asked of whom, where and when."""
+    return {
         "target": Path(target.config.name_or_path).name,
         "prompts": Path(prompt_set).name,
         "num_prompts": len(prompts),
         "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
-        "seed": seed,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
         **provenance(),
         "date": datetime.date.today().isoformat(),
-        "rows": rows,
     }
 
 
@@ -377,4 +390,14 @@ def write(result: dict[str, Any], path: str | os.PathLike) -> Path:
     return path
 
 
-__all__ = ["Method", "benchmark", "measure", "parse_method", "plain", "with_heads", "write"]
+__all__ = [
+    "Method",
+    "batch_of",
+    "benchmark",
+    "circumstances",
+    "measure",
+    "parse_method",
+    "plain",
+    "with_heads",
+    "write",
+]

@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
             "mps": torch.backends.mps.is_available(),
             "threads": torch.get_num_threads(),
         },
-        "cpu": {"model": _cpu_model(), "cores": _cores(), "memory_gib": _memory_gib()},
+        "cpu": {"model": cpu_model(), "cores": _cores(), "memory_gib": _memory_gib()},
         "devices": _devices(),
         "attention": _attention(),
         "generate": _generate(),
@@ -64,7 +64,7 @@ def _said(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

@@ -7,11 +7,9 @@ are not known here. Errors of the Hub are huggingface_hub's own. Access tokens a
 file that holds one is not pushed.
 """
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import re
 import shlex
 import shutil
@@ -34,7 +32,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
 from . import __version__
+from ._versions import installed_version
 from .cards import MARKER, check_results, listed, public_name, render
+from .environment import cpu_model
 
 RESULTS = "clover_results.json"
 _CARD = "README.md"
@@ -183,15 +183,11 @@ def write_card(
 def provenance() -> dict[str, Any]:
     """What figures must say of where they come from: `command`, `machine` and `versions`, for the results."""
     words = [_public(before, word) for before, word in zip(["", *sys.argv], sys.argv)]
-    torch, machine = sys.modules.get("torch"), f"{_processor()}, {os.cpu_count()} cores"
+    torch, machine = sys.modules.get("torch"), f"{cpu_model() or ''}, {os.cpu_count()} cores"
     if torch is not None and torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    versions = {}
-    for package in _VERSIONS_OF:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    found = {package: installed_version(package) for package in _VERSIONS_OF}
+    versions = {package: version for package, version in found.items() if version is not None}
     versions["hf-clover"] = __version__
     return {"command": without_tokens(shlex.join(words)), "machine": machine, "versions": versions}
 
@@ -204,12 +200,6 @@ def _public(before: str, word: str) -> str:
     if equals and _TOKEN_OPTION.fullmatch(name):
         return f"{name}={_HIDDEN}"
     return f"{name}{equals}{_without_folders(value)}"
-
-
-def _processor() -> str:
-    described = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
-    named = re.search(r"^model name\s*:\s*(.+)$", described, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()
 
 
 def without_tokens(text: str) -> str:

@@ -131,17 +131,27 @@ class CloverHeads(PreTrainedModel):
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:
-            if position_ids is None:
-                past = past_key_values.get_seq_length() if past_key_values is not None else 0
-                position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
-            if attention_mask is None or attention_mask.ndim == 2:
-                attention_mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
-            rope = self.rotary_emb(x, position_ids)
+            rope, attention_mask = self.rope_and_mask(x, attention_mask, position_ids, past_key_values)
             for layer in self.layers:
                 x = layer(x, rope, attention_mask, past_key_values)
         if hasattr(self, "norm"):
             return self.norm(x)
         return x if self.config.normalize_hidden_states else self._target_norm(x)
+
+    def rope_and_mask(
+        self,
+        x: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past_key_values: Cache | None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """What layers over the sequence take, from what `encode` is given."""
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
+        if attention_mask is None or attention_mask.ndim == 2:
+            attention_mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+        return self.rotary_emb(x, position_ids), attention_mask
 
     def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
         """The target's final norm, in its own dtype and on its own device."""

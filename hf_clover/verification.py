@@ -14,14 +14,12 @@ counts as rounding only while it is small against the spread of the logits: a ta
 reads several tokens at once is no matter of numerics. A logit itself is stored no finer than its dtype allows.
 """
 
-import datetime
 import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,11 +32,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .benchmark import Method, with_heads
+from .benchmark import Method, batch_of, circumstances, with_heads
 from .decoding.record import Speculation, speculations
 from .decoding.support import rounding_tolerance
 from .decoding.verify import takes_positions
-from .hub import provenance
 from .modeling_clover import CloverHeads
 
 IDENTICAL, NUMERICS, BUG = "identical", "numerics", "BUG"
@@ -88,7 +85,9 @@ def verify(
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
         if cache != "dynamic":
             options["cache_implementation"] = cache
-        batches = [batch_of(prompts[first : first + size], pad, target) for first in range(0, len(prompts), size)]
+        batches = [
+            batch_of(prompts[first : first + size], pad, target.device) for first in range(0, len(prompts), size)
+        ]
         label = f"batch {size}, {cache}"
         plain = [
             target.generate(**batch, **options) for batch in tqdm(batches, f"plain, {label}", disable=not progress)
@@ -103,14 +102,7 @@ def verify(
             rows.append({**setting, **_summary(found, records, len(prompts))})
     return {
         "kind": "verification",
-        "target": Path(target.config.name_or_path).name,
-        "prompts": Path(prompt_set).name,
-        "num_prompts": len(prompts),
-        "max_new_tokens": max_new_tokens,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": target.device.type,
-        **provenance(),
-        "date": datetime.date.today().isoformat(),
+        **circumstances(target, prompt_set, prompts, max_new_tokens),
         "verdict": worst(row["verdict"] for row in rows),
         "rows": rows,
     }
@@ -118,16 +110,6 @@ def verify(
 
 def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=(IDENTICAL, NUMERICS, BUG).index, default=IDENTICAL)
-
-
-def batch_of(prompts: Sequence[list[int]], pad: int, target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Prompts in one batch, padded on the left."""
-    width = max(map(len, prompts))
-    ids = [[pad] * (width - len(row)) + row for row in prompts]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
-    return {
-        name: torch.tensor(rows, device=target.device) for name, rows in (("input_ids", ids), ("attention_mask", mask))
-    }
 
 
 def _with_heads(

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from step_parts import contexts_of, kernels_of, parts_of
+from step_parts import contexts_of, kernels_of, long_prompt, parts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
 from widen import Shape, widen_heads, widen_target
 
@@ -38,7 +38,7 @@ from hf_clover import CloverHeads
 from hf_clover.benchmark import Method, measure, parse_method, plain, with_heads, write
 from hf_clover.hub import provenance
 from hf_clover.plots import plot
-from hf_clover.prompts import held_out_sources, load_prompts
+from hf_clover.prompts import load_prompts
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE.parent / "stand_in"
@@ -149,11 +149,6 @@ class Bench:
         needed = max(self.sizes.prompts, batch_size)
         return sorted(load_prompts("stand-in", self.tokenizer, 4 * needed), key=len)[:needed]
 
-    def long_prompt(self, length: int) -> dict[str, torch.Tensor]:
-        text = "".join(list(held_out_sources().values())[:4])
-        ids = torch.tensor([self.tokenizer(text).input_ids[:length]], device=self.device)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
     def batch(self, prompts: list[list[int]]) -> dict[str, torch.Tensor]:
         padded = self.tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
         return {name: padded[name].to(self.device) for name in ("input_ids", "attention_mask")}
@@ -222,7 +217,7 @@ class Bench:
     def contexts(self, cache: str, lengths: Sequence[int]) -> None:
         options = {} if cache == "dynamic" else {"cache_implementation": cache}
         for length in lengths:
-            inputs = self.long_prompt(length)
+            inputs = self.batch([long_prompt(self.tokenizer, length)])
             for method in (plain(), self.clover_2[1]):
                 found = contexts_of(self.target, inputs, self.sizes.context_tokens, {**options, **method.options})
                 self.lists["contexts"].append({"cache": cache, "method": method.name, "context": length, **found})

@@ -15,12 +15,11 @@ from itertools import product
 from typing import Any
 
 from common import GENERATION, TOY_GENERATION, finish, line, load_heads, load_target, panel, parse
-from step_parts import PARTS, contexts_of, kernels_of, parts_of
+from step_parts import PARTS, contexts_of, kernels_of, long_prompt, parts_of
 from tqdm.auto import tqdm
 
-from hf_clover.benchmark import plain, with_heads
-from hf_clover.prompts import held_out_sources, load_prompts
-from hf_clover.verification import batch_of
+from hf_clover.benchmark import batch_of, plain, with_heads
+from hf_clover.prompts import load_prompts
 
 DEFAULTS = {**GENERATION, "nodes": (2, 4, 8, 16, 24), "batch_sizes": (1, 4, 8), "contexts": (256, 1024, 2048, 4096)}
 TOY = {**TOY_GENERATION, "nodes": (2, 4), "batch_sizes": (1, 2), "contexts": (16, 32)}
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for size, method in tqdm(list(product(sizes, methods)), "parts of a step"):
         options = {"max_new_tokens": args.max_new_tokens, **common, **method.options}
         groups = [prompts[first : first + size] for first in range(0, len(prompts), size)]
-        batches = [batch_of(group, pad, target) for group in groups if len(group) == size]
+        batches = [batch_of(group, pad, target.device) for group in groups if len(group) == size]
         found = mean([parts_of(target, batch, options) for batch in batches])
         steps.append({"batch_size": size, "method": method.name, "nodes": method.nodes, **found})
         if size == 1 and method.name in ("plain", "automatic"):
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         plain_row = next(r for r in steps if r["batch_size"] == row["batch_size"])
         row["efficiency"] = plain_row["step_ms"] / row["step_ms"]
     for length in tqdm(args.contexts, "length of the text"):
-        inputs = batch_of([long_prompt(tokenizer, length)], pad, target)
+        inputs = batch_of([long_prompt(tokenizer, length)], pad, target.device)
         for method in (plain(), automatic):
             few_and_many = (args.max_new_tokens // 8, args.max_new_tokens * 5 // 8)
             found = contexts_of(target, inputs, few_and_many, {"pad_token_id": pad, **method.options})
@@ -87,12 +86,6 @@ def mean(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         else statistics.fmean(each[name] for each in found)
         for name, value in found[0].items()
     }
-
-
-def long_prompt(tokenizer: Any, length: int) -> list[int]:
-    """So many tokens of source code, from its beginning again where there is not enough."""
-    ids = [token for text in held_out_sources().values() for token in tokenizer(text)["input_ids"]]
-    return (ids * (length // len(ids) + 1))[:length]
 
 
 if __name__ == "__main__":

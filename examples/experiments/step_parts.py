@@ -21,6 +21,7 @@ from hf_clover import speculations
 from hf_clover.decoding import loop
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import TargetRun
+from hf_clover.prompts import held_out_sources
 
 PARTS = {  # of a step with heads: where each is
     "verify": [(TargetRun, "verify")],
@@ -114,6 +115,12 @@ def kernels_of(
     longest = sorted(zip(spent, events), key=lambda pair: -pair[0])[:KERNELS]
     found = [{"kernel": "all", "calls": sum(event.count for event in events) / steps, "ms": sum(spent) / steps}]
     return found + [{"kernel": e.key[:100], "calls": e.count / steps, "ms": ms / steps} for ms, e in longest]
+
+
+def long_prompt(tokenizer: Any, length: int) -> list[int]:
+    """So many tokens of source code, from its beginning again where there is not enough."""
+    ids = tokenizer("".join(held_out_sources().values()))["input_ids"]
+    return (ids * (length // len(ids) + 1))[:length]
 
 
 @torch.no_grad()

@@ -10,9 +10,16 @@ import typer
 
 from .inputs import load
 from .options import (
+    CACHES,
+    TREES,
+    BatchSizes,
+    Caches,
     Device,
     Dtype,
     Heads,
+    NodeCounts,
+    NumPrompts,
+    Prompts,
     Target,
     TrustRemoteCode,
     node_count,
@@ -27,18 +34,16 @@ def benchmark(
         list[str] | None,
         typer.Option(help="prompt-lookup, assistant:MODEL (a smaller model) or NAME:HEADS.", show_default=False),
     ] = None,
-    prompts: Annotated[
-        str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")
-    ] = "stand-in",
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 8,
-    batch_size: Annotated[list[int], typer.Option(min=1, help="Prompts at once.")] = [1],  # noqa: B006
-    nodes: Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")] = ["auto"],  # noqa: B006
+    prompts: Prompts = "stand-in",
+    num_prompts: NumPrompts = 8,
+    batch_size: BatchSizes = [1],  # noqa: B006
+    nodes: NodeCounts = ["auto"],  # noqa: B006
     tree: Annotated[
         list[str] | None,
         typer.Option(help="global, levels or chain. Default: the heads' own.", show_default=False),
     ] = None,
     temperature: Annotated[list[float], typer.Option(min=0.0, help="0 for greedy.")] = [0.0],  # noqa: B006
-    cache: Annotated[list[str], typer.Option(help="dynamic or static.")] = ["dynamic"],  # noqa: B006
+    cache: Caches = ["dynamic"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
     seed: Annotated[int, typer.Option(help="For samples.")] = 0,
@@ -55,9 +60,9 @@ def benchmark(
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
-    trees = one_of("--tree", tree or [], ("global", "levels", "chain")) or [None]
+    trees = one_of("--tree", tree or [], TREES) or [None]
     counts = [node_count(word) for word in nodes]
-    one_of("--cache", cache, ("dynamic", "static"))
+    one_of("--cache", cache, CACHES)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
     from .. import benchmark as bench
     from ..prompts import load_prompts

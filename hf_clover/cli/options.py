@@ -56,6 +56,15 @@ def one_of(flag: str, words: list[str], known: tuple[str, ...]) -> list[str]:
     return words
 
 
+# Of the commands that go through prompts at several settings.
+TREES, CACHES = ("global", "levels", "chain"), ("dynamic", "static")
+Prompts = Annotated[str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="How many of them.")]
+BatchSizes = Annotated[list[int], typer.Option(min=1, help="Prompts at once.")]
+NodeCounts = Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")]
+Caches = Annotated[list[str], typer.Option(help="dynamic or static.")]
+
+
 def node_count(word: str) -> int | None:
     if word == "auto":
         return None

@@ -7,20 +7,33 @@ from typing import Annotated
 import typer
 
 from .inputs import load
-from .options import Device, Dtype, Heads, Target, TrustRemoteCode, node_count, one_of
+from .options import (
+    CACHES,
+    TREES,
+    BatchSizes,
+    Caches,
+    Device,
+    Dtype,
+    Heads,
+    NodeCounts,
+    NumPrompts,
+    Prompts,
+    Target,
+    TrustRemoteCode,
+    node_count,
+    one_of,
+)
 
 
 def verify(
     target: Target = None,
     heads: Heads = None,
-    prompts: Annotated[
-        str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")
-    ] = "stand-in",
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many of them.")] = 8,
-    batch_size: Annotated[list[int], typer.Option(min=1, help="Prompts at once.")] = [1, 3],  # noqa: B006
-    nodes: Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")] = ["auto", "4", "24"],  # noqa: B006
+    prompts: Prompts = "stand-in",
+    num_prompts: NumPrompts = 8,
+    batch_size: BatchSizes = [1, 3],  # noqa: B006
+    nodes: NodeCounts = ["auto", "4", "24"],  # noqa: B006
     tree: Annotated[list[str], typer.Option(help="global, levels or chain.")] = ["global", "levels", "chain"],  # noqa: B006
-    cache: Annotated[list[str], typer.Option(help="dynamic or static.")] = ["dynamic"],  # noqa: B006
+    cache: Caches = ["dynamic"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 64,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -34,9 +47,9 @@ def verify(
 
     Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
     """
-    trees = one_of("--tree", tree, ("global", "levels", "chain"))
+    trees = one_of("--tree", tree, TREES)
     counts = [node_count(word) for word in nodes]
-    one_of("--cache", cache, ("dynamic", "static"))
+    one_of("--cache", cache, CACHES)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")

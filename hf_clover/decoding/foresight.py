@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .walk import Text
+from .walk import Text, random_state
 
 LEAST = 0.001  # of the best token's probability: what is under it in the draft is no guess, however lucky
 
@@ -40,9 +40,8 @@ def foresee(text: Text, levels: int, vocab_size: int) -> Foresight | None:
         return None
     input_ids = text.input_ids[0]  # [B, L]
     device = input_ids.device
-    states = torch if device.type == "cpu" else torch.get_device_module(device)
     generator = torch.Generator(device)
-    generator.set_state(states.get_rng_state(*(() if device.type == "cpu" else (device,))))
+    generator.set_state(random_state(device))
     noise = torch.empty(levels, len(input_ids), vocab_size, device=device)
     for level in noise:  # one token after the other, as they will be drawn
         level.exponential_(1, generator=generator)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ..target_parts import device_of
 from .budget import Budget
 from .tree import Tree
+from .walk import random_state, set_random_state
 
 
 def tensor_parallel_group(target: PreTrainedModel) -> Any:
@@ -42,10 +43,9 @@ def share_random_state(target: PreTrainedModel) -> None:
     if group is None:
         return
     device = device_of(target)
-    random = torch if device.type == "cpu" else torch.get_device_module(device)
-    state = random.get_rng_state().to(device)
+    state = random_state(device).to(device)
     dist.broadcast(state, group=group, group_src=0)
-    random.set_rng_state(state.cpu())
+    set_random_state(state.cpu(), device)
 
 
 class SharedBudget:

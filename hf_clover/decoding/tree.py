@@ -152,7 +152,7 @@ def grow_levels(
     first = 1
     for level in range(min(depth, nodes)):
         logits = expand(level, chosen, beam_tokens).float()  # [B, W, V]
-        broken = broken | logits.isnan().flatten(1).any(1) | (logits == torch.inf).flatten(1).any(1)
+        broken = broken | ~(logits.amax(-1) < torch.inf).all(1)  # one look: NaN is the largest of all
         kept = logits.flatten(0, 1)  # [B W, V]
         for warper in warpers:
             kept = warper(None, kept)

@@ -160,21 +160,32 @@ class Dice:
 
     def throw(self, rows: list[int], lengths: list[int], probs: torch.Tensor) -> torch.Tensor:
         """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]."""
-        is_cpu = probs.device.type == "cpu"
-        random = torch if is_cpu else torch.get_device_module(probs.device)
-        device = () if is_cpu else (probs.device,)
         tokens = torch.empty(len(rows), dtype=torch.long, device=probs.device)
         for length in sorted(set(lengths)):
             places = [place for place, other in enumerate(lengths) if other == length]
             weights = torch.ones(self.batch_size, probs.shape[1], dtype=probs.dtype, device=probs.device)  # [B, V]
             weights[[rows[place] for place in places]] = probs[places]
-            now = random.get_rng_state(*device)
-            random.set_rng_state(self.states.setdefault(length, now), *device)
+            now = random_state(probs.device)
+            set_random_state(self.states.setdefault(length, now), probs.device)
             drawn = torch.multinomial(weights, num_samples=1).squeeze(1)  # [B]
             if self.states[length] is not now:
-                random.set_rng_state(now, *device)
+                set_random_state(now, probs.device)
             tokens[places] = drawn[[rows[place] for place in places]]
         return tokens
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Of the generator that plain generate draws from on this device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 # ---------------------------------------------------------------------- the plain walk

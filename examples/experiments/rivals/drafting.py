@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_causal_mask
 
 from hf_clover.decoding.drafting import CloverCandidateGenerator, Settled, grow_in_shape
 from hf_clover.decoding.foresight import Foresight
@@ -140,13 +139,7 @@ class EagleHeads(RivalHeads):
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
         features = self.features(hidden_states.to(self.dtype))  # [B, T, d]
-        if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(past, past + features.shape[1], device=features.device)[None]  # [1, T]
-        if attention_mask is None or attention_mask.ndim == 2:
-            given = attention_mask, past_key_values, position_ids
-            attention_mask = create_causal_mask(self.config, features, *given)
-        rope = self.rotary_emb(features, position_ids)
+        rope, attention_mask = self.rope_and_mask(features, attention_mask, position_ids, past_key_values)
         return self.advance(features, input_ids, rope, attention_mask, past_key_values)
 
     def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
