@@ -17,9 +17,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .configuration_clover import CloverConfig
 
 
-def started_linear(inputs: int, outputs: int, bias: bool, start: str) -> nn.Linear:
-    """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, as "sum" [I ; I], or with
-    outputs of the size of its inputs ("even")."""
+def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> nn.Linear:
+    """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, as "sum" [I ; I], with
+    outputs of the size of its inputs ("even"), or as any of transformers' does (None)."""
     linear = nn.Linear(inputs, outputs, bias=bias)
     linear.start = start  # read by `CloverHeads._init_weights`
     return linear
@@ -117,10 +117,12 @@ class CloverAttention(nn.Module):
         super().__init__()
         self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
         size, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(size, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, size, bias=config.attention_output_bias)
+        read, add = ("even", "zero") if config.normalize_hidden_states else (None, None)
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = started_linear(size, queries, bias, read)
+        self.k_proj = started_linear(size, keys, bias, read)
+        self.v_proj = started_linear(size, keys, bias, read)
+        self.o_proj = started_linear(queries, size, config.attention_output_bias, add)
         self.q_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
@@ -151,9 +153,11 @@ class CloverAttention(nn.Module):
 class CloverMLP(nn.Module):
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        read, add = ("even", "zero") if config.normalize_hidden_states else (None, None)
+        size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = started_linear(size, width, bias, read)
+        self.up_proj = started_linear(size, width, bias, read)
+        self.down_proj = started_linear(width, size, bias, add)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -46,9 +46,13 @@ class CloverConfig(PreTrainedConfig):
             starts from the Augmenting Block's output and the target's own token.
         output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`
             (Medusa's block, one per head) or `"none"`: the state goes through the last norm into lm_head (clover-x).
+        token_embedding (`str`, *optional*): what a token is to the heads: its row in the target's `"lm_head"` (the
+            papers), or in its `"input"` embedding (clover-x); the other one where that cannot be read.
         normalize_embeddings (`bool`, *optional*): rows of the embedding table scaled to length 1.
         embedding_scale (`float`, defaults to 1): factor of the embeddings; `from_target` measures it for clover-x.
-        normalize_hidden_states (`bool`, *optional*): take the target's states after its final norm.
+        normalize_hidden_states (`bool`, *optional*): take the target's states after its final norm. All that heads
+            add to such a state starts at zero, and no norm closes before that in front of lm_head.
+        hidden_state_scale (`float`, defaults to 1): factor of such states; `from_target` measures it for clover-x.
         loss_type, hidden_loss_weight, token_loss_weight, loss_decay: the loss, for the trainer.
         draft_vocab_size (`int`, *optional*): how many ids the heads score, None for all; the ids are a buffer.
         draft_tree (`str`), draft_depth, draft_beam_width, draft_top_k, draft_top_p, draft_min_p: how a tree is grown:
@@ -91,9 +95,11 @@ class CloverConfig(PreTrainedConfig):
     entry: str | None = None
     regressive: bool = True
     output_projector: str | None = None
+    token_embedding: str | None = None
     normalize_embeddings: bool | None = None
     embedding_scale: float = 1.0
     normalize_hidden_states: bool | None = None
+    hidden_state_scale: float = 1.0
 
     loss_type: str | None = None
     hidden_loss_weight: float | None = None
@@ -218,6 +224,7 @@ class CloverConfig(PreTrainedConfig):
         self._require_number("rms_norm_eps", 1e-12, 1e-1)
         self._require_number("initializer_range", 0.0, 1.0)
         self._require_number("embedding_scale", 1e-6, 1e6)
+        self._require_number("hidden_state_scale", 1e-6, 1e6)
         self._require_number("loss_decay", 0.0, 1.0)
         self._require_number("hidden_loss_weight", 0.0, 1e6)
         self._require_number("token_loss_weight", 0.0, 1e6)

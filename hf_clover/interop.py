@@ -19,8 +19,8 @@ from transformers.utils import logging
 from .configuration_clover import CloverConfig
 from .last_layer import REFERENCE_ROPE, LastLayer, copy_norm
 from .modeling_clover import CloverHeads
-from .scales import embedding_scale, final_norm_ratio
-from .target_parts import find_decoder, fingerprint, is_plain, readable_rows, unwrap
+from .scales import embedding_scale, hidden_state_scale
+from .target_parts import find_decoder, fingerprint, is_plain, readable_rows, token_table, unwrap
 
 logger = logging.get_logger(__name__)
 
@@ -51,15 +51,11 @@ def heads_from_target(
     _, _, norm = find_decoder(model)
     source = LastLayer(model)
     config = CloverConfig(**{**source.block_fields(), "variant": variant, **_identity(model), **fields})
-    # Beside states of size 1, embeddings of size 1; the papers' variants take both as they are.
-    rows = _table(model)
-    if config.normalize_hidden_states and not config.normalize_embeddings and rows is not None:
-        config.embedding_scale = fields.get("embedding_scale", embedding_scale(rows))
+    if config.normalize_hidden_states:
+        _balance(config, model, fields)
     heads = cls(config)
-    # Into smaller states the copied layers add as much less.
-    ratio = final_norm_ratio(model) if config.normalize_hidden_states and config.has_augmenting_block else 1.0
-    fresh = source.copy_into(heads, ratio)
-    _copy_final_norm(norm, heads)
+    fresh = [] if config.normalize_hidden_states else source.copy_into(heads)
+    _start_norms(norm, heads)
     if fresh and config.has_augmenting_block:
         logger.warning(
             f"Clover heads for `{type(model).__name__}`: the Augmenting Block copies the target's last layer, except "
@@ -85,17 +81,23 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def _table(model: PreTrainedModel) -> torch.Tensor | None:
-    """The rows that serve as the heads' token embeddings, as `borrow` chooses them."""
-    config = model.config.get_text_config(decoder=True)
-    rows = readable_rows(model.get_output_embeddings(), config)
-    return readable_rows(model.get_input_embeddings(), config) if rows is None else rows
+def _balance(config: CloverConfig, model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    """States and embeddings of size 1, where nobody said otherwise; the papers' variants take both as they are."""
+    rows = token_table(config, model, model.get_output_embeddings())
+    if "embedding_scale" not in fields and not config.normalize_embeddings and rows is not None:
+        config.embedding_scale = embedding_scale(rows)
+    if "hidden_state_scale" not in fields and config.output_projector != "residual":  # which no norm follows
+        config.hidden_state_scale = hidden_state_scale(model)
 
 
-def _copy_final_norm(source: nn.Module | None, heads: CloverHeads) -> None:
-    """The closing norm and the norm before lm_head start as the target's final norm (its scale, for a LayerNorm)."""
+@torch.no_grad()
+def _start_norms(source: nn.Module | None, heads: CloverHeads) -> None:
+    """The closing norm and the norm before lm_head start as the target's final norm (its scale, for a LayerNorm).
+    States that come from behind it have its shape already, and start with its size alone."""
     for name in ("norm", "head_norm"):
-        if source is not None and hasattr(heads, name):
+        if hasattr(heads, name) and heads.config.normalize_hidden_states:
+            getattr(heads, name).weight.fill_(1 / heads.config.hidden_state_scale)
+        elif hasattr(heads, name) and source is not None:
             copy_norm(source, getattr(heads, name))
 
 

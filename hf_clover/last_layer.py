@@ -199,28 +199,26 @@ class LastLayer:
         return fields
 
     @torch.no_grad()
-    def copy_into(self, heads: CloverHeads, added: float = 1.0) -> list[str]:
-        """Copy into every layer of the block, which then adds `added` times what the target's layer adds to its
-        residual stream; returns what had to start fresh, in words."""
+    def copy_into(self, heads: CloverHeads) -> list[str]:
+        """Copy into every layer of the block; returns what had to start fresh, in words."""
         fresh: list[str] = []
         for layer in getattr(heads, "layers", ()):
-            fresh = self._copy_into_layer(layer, added)
+            fresh = self._copy_into_layer(layer)
         return fresh
 
-    def _copy_into_layer(self, layer: AugmentingLayer, added: float = 1.0) -> list[str]:
+    def _copy_into_layer(self, layer: AugmentingLayer) -> list[str]:
         fresh = []
         if layer.self_attn is not None:
             norms = (layer.self_attn.q_norm, layer.self_attn.k_norm)
             has_norms = not isinstance(norms[0], nn.Identity)
             fits = self.qkvo is not None and has_norms == (self.qk_norms[0] is not None)
-            if fits and _copy_linears(_with_output(self.qkvo, "o_proj", added), layer.self_attn):
+            if fits and _copy_linears(self.qkvo, layer.self_attn):
                 for source, norm in zip((self.attention_norm, *self.qk_norms), (layer.input_layernorm, *norms)):
                     copy_norm(source, norm)
             else:
                 fresh.append(f"attention ({self._why(self.attention)})")
         if layer.mlp is not None:
-            parts = _with_output(self.gate_up_down, "down_proj", added)
-            if parts is not None and _copy_linears(parts, layer.mlp):
+            if self.gate_up_down is not None and _copy_linears(self.gate_up_down, layer.mlp):
                 copy_norm(self.mlp_norm, layer.post_attention_layernorm)
             else:
                 fresh.append(f"MLP ({self._why(self.mlp)})")
@@ -246,10 +244,6 @@ def _times(factor: float, part: Linear) -> Linear:
         return part
     weight, bias = part
     return weight * factor, None if bias is None else bias * factor
-
-
-def _with_output(parts: dict[str, Linear] | None, name: str, factor: float) -> dict[str, Linear] | None:
-    return None if parts is None else {**parts, name: _times(factor, parts[name])}
 
 
 def _shapes_match(parts: dict[str, Linear | None], wanted: dict[str, tuple[int, int]]) -> bool:

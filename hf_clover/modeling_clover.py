@@ -78,8 +78,9 @@ class CloverHeads(PreTrainedModel):
         if config.has_augmenting_block:
             self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
             self.rotary_emb = LlamaRotaryEmbedding(config)
-        if config.has_augmenting_block or config.has_entry_decoder:
-            self.norm = CloverRMSNorm(size, eps)  # otherwise nothing was changed: the target's own norm closes
+        # Otherwise nothing was changed, and the target's own norm closes, or what was changed is normed already.
+        if (config.has_augmenting_block or config.has_entry_decoder) and not config.normalize_hidden_states:
+            self.norm = CloverRMSNorm(size, eps)
         if decoder is not None and config.num_later_heads > 0:
             self.decoder = decoder(config)
         if projector == "fc":
@@ -105,7 +106,7 @@ class CloverHeads(PreTrainedModel):
         return self.config.decoder_position == "before"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., d]: rows of the target's lm_head (or of its input embedding where those cannot be read)."""
+        """[...] -> [..., d]: rows of the target's lm_head or input embedding, as the config says."""
         rows = F.embedding(input_ids.to(self.borrowed.embedding.device), self.borrowed.embedding)
         rows = rows.to(device=input_ids.device, dtype=self.dtype)
         if self.config.normalize_embeddings:
@@ -127,7 +128,7 @@ class CloverHeads(PreTrainedModel):
         """
         x = hidden_states.to(self.dtype)
         if self.config.normalize_hidden_states:
-            x = self._target_norm(x)
+            x = self._target_norm(x) * self.config.hidden_state_scale
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:

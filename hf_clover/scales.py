@@ -1,8 +1,8 @@
 """How large the target's states and embeddings are, so that what heads are fed starts in balance at every size.
 
 Contract: functions of a target that change nothing in it. States are measured on random tokens: heads are made from a
-target alone, with no text at hand, and what is asked for is a ratio of two sizes of the same states, which comes out
-nearly the same for any tokens as long as there are enough of them. Embeddings need no pass: their table is at hand.
+target alone, with no text at hand, and what is asked for is the size of states behind a norm, which comes out nearly
+the same for any tokens as long as there are enough of them. Embeddings need no pass: their table is at hand.
 
 Shapes: B rows of random tokens, T tokens in each, V vocabulary, d hidden size.
 """
@@ -29,15 +29,15 @@ def embedding_scale(rows: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def final_norm_ratio(target: PreTrainedModel) -> float:
-    """How much smaller (or larger) the target's final norm makes its states; 1 where that cannot be tried."""
+def hidden_state_scale(target: PreTrainedModel) -> float:
+    """What brings the states behind the target's final norm to size 1; 1 where that cannot be tried."""
     _, _, norm = find_decoder(target)
     if norm is None:
         return 1.0
-    sizes: list[tuple[float, float]] = []
+    sizes: list[float] = []
 
-    def after(_: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        sizes.append((_size(args[0]), _size(output)))
+    def after(_: nn.Module, __: tuple, output: torch.Tensor) -> None:
+        sizes.append(output[:, FIRST:].float().pow(2).mean(-1).sqrt().median().item())  # of the median token
 
     config = target.config.get_text_config(decoder=True)
     generator = torch.Generator().manual_seed(0)
@@ -50,14 +50,8 @@ def final_norm_ratio(target: PreTrainedModel) -> float:
         return 1.0
     finally:
         hook.remove()
-    before, behind = sizes[-1] if sizes else (1.0, 1.0)
-    ratio = behind / before if before > 0 else 1.0
-    return ratio if math.isfinite(ratio) and ratio > 0 else 1.0
+    size = sizes[-1] if sizes else 1.0
+    return 1.0 / size if math.isfinite(size) and size > 0 else 1.0
 
 
-def _size(states: torch.Tensor) -> float:
-    """[B, T, d] -> the median token's root mean square."""
-    return states[:, FIRST:].float().pow(2).mean(-1).sqrt().median().item()
-
-
-__all__ = ["embedding_scale", "final_norm_ratio"]
+__all__ = ["embedding_scale", "hidden_state_scale"]

@@ -104,21 +104,36 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
         _check_fingerprint(config, actual)
     else:
         _check_name(config, target)
-    if rows is None:
-        rows = readable_rows(whole(target.get_input_embeddings()), config)
-        if rows is None:
-            raise ValueError(
-                f"The target `{name}` lends no token embeddings: neither the rows of its lm_head "
-                f"({type(lm_head).__name__}) nor those of its input embedding can be read as a floating point "
-                f"[{config.vocab_size}, {config.hidden_size}] table. Load the target with one of them unquantised."
-            )
-        logger.warning_once(
-            "The rows of the target's lm_head cannot be read (quantised?): its input embedding serves as the heads' "
-            "token embedding, at little loss."
+    table = token_table(config, target, lm_head)
+    if table is None:
+        raise ValueError(
+            f"The target `{name}` lends no token embeddings: neither the rows of its lm_head "
+            f"({type(lm_head).__name__}) nor those of its input embedding can be read as a floating point "
+            f"[{config.vocab_size}, {config.hidden_size}] table. Load the target with one of them unquantised."
         )
     _, _, norm = find_decoder(target)
     norm = nn.Identity() if norm is None else whole(norm)
-    return BorrowedParts(lm_head, rows, norm, *_logit_scaling(text_config), source=source)
+    return BorrowedParts(lm_head, table, norm, *_logit_scaling(text_config), source=source)
+
+
+def token_table(config: CloverConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
+    """The rows [>= V, d] that serve as the heads' token embedding: `config.token_embedding`'s, or else the other's."""
+    rows = {
+        "lm_head": lambda: readable_rows(lm_head, config),
+        "input": lambda: readable_rows(whole(target.get_input_embeddings()), config),
+    }
+    wanted = rows.pop(config.token_embedding)()
+    if wanted is not None:
+        return wanted
+    (name, other), *_ = rows.items()
+    table = other()
+    if table is not None:
+        logger.warning_once(
+            f"The rows of the target's {config.token_embedding.replace('input', 'input embedding')} cannot be read "
+            f"(quantised?): those of its {name.replace('input', 'input embedding')} serve as the heads' token "
+            "embedding, at little loss."
+        )
+    return table
 
 
 def device_of(target: nn.Module, part: nn.Module | None = None) -> torch.device:

@@ -4,25 +4,25 @@ import pytest
 import torch
 from fitting import fit
 from oracle import planted
-from torch import nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.cards import render
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.decoding.verify import capture_before_final_norm
-from hf_clover.last_layer import LastLayer
-from hf_clover.scales import embedding_scale, final_norm_ratio
+from hf_clover.scales import embedding_scale, hidden_state_scale
 from hf_clover.target_parts import find_decoder
 
 SIZE, VOCABULARY = 32, 24
 
 
 @torch.no_grad()
-def make_target(embedding_rms: float = 0.5, state_rms: float = 1.0, **fields) -> LlamaForCausalLM:
-    """A target whose lm_head has rows of one size and whose residual stream is of another."""
+def make_target(
+    embedding_rms: float = 0.5, state_rms: float = 1.0, norm_rms: float = 1.0, **fields
+) -> LlamaForCausalLM:
+    """A target whose embeddings have rows of one size, whose residual stream is of another, and its final norm."""
     sizes = dict(vocab_size=VOCABULARY, hidden_size=SIZE, intermediate_size=40, num_hidden_layers=2)
     config = LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **fields})
     with torch.random.fork_rng():
@@ -33,9 +33,9 @@ def make_target(embedding_rms: float = 0.5, state_rms: float = 1.0, **fields) ->
                 parameter.add_(0.2 * torch.randn_like(parameter))
             for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
                 last.weight.mul_(state_rms)
-        target.model.embed_tokens.weight.normal_(0.0, state_rms)
-        target.model.norm.weight.uniform_(0.5, 1.5)
-        target.lm_head.weight.normal_(0.0, embedding_rms)
+        target.model.embed_tokens.weight.normal_(0.0, embedding_rms)
+        target.model.norm.weight.uniform_(0.5 * norm_rms, 1.5 * norm_rms)
+        target.lm_head.weight.normal_(0.0, 0.5)
     return target
 
 
@@ -70,14 +70,16 @@ def test_the_network_in_plain_tensor_operations():
     hidden, ids = torch.randn(2, 9, SIZE), torch.randint(VOCABULARY, (2, 9))
     out = heads(hidden, ids)
 
-    embedded = F.embedding(ids, target.lm_head.weight * heads.config.embedding_scale)  # [B, T, d]
+    embedded = F.embedding(ids, target.model.embed_tokens.weight * heads.config.embedding_scale)  # [B, T, d]
     fc, cell = heads.entry_decoder.fc, heads.decoder
-    x = fc.weight @ torch.cat((target.model.norm(hidden), embedded), -1)[..., None]  # [B, T, d, 1]
+    x = (
+        fc.weight @ torch.cat((heads.config.hidden_state_scale * target.model.norm(hidden), embedded), -1)[..., None]
+    )  # [B, T, d, 1]
     x = x[..., 0] + fc.bias
     rope = heads.rotary_emb(x, torch.arange(9)[None])
     for layer in heads.layers:
         x = layer(x, rope, None, None)
-    state = heads.norm(x)  # [B, T, d]
+    state = x  # [B, T, d]
     torch.testing.assert_close(out.state, state, atol=1e-5, rtol=1e-5)
     width = heads.config.decoder_width
     gate, up = cell.gate_up.weight[:width], cell.gate_up.weight[width:]
@@ -131,45 +133,76 @@ def test_trees_grow_deeper_than_the_heads_that_were_trained():
 # ---------------------------------------------------------------------- in balance
 
 
-@pytest.mark.parametrize("state_rms", [0.05, 1.0, 30.0])
-@pytest.mark.parametrize("embedding_rms", [0.002, 0.02, 5.0])
+@pytest.mark.parametrize("norm_rms", [0.2, 1.0, 6.0])
+@pytest.mark.parametrize("state_rms", [0.05, 30.0])
+@pytest.mark.parametrize("embedding_rms", [0.002, 5.0])
 @torch.no_grad()
-def test_every_target_gives_inputs_of_the_same_size(embedding_rms, state_rms):
-    """The states' size is that of the target's final norm, the embeddings' is 1, and what the copied layers add to
-    the stream stands in the same proportion to it as in the target."""
-    target = make_target(embedding_rms, state_rms)
+def test_every_target_gives_inputs_of_the_same_size(embedding_rms, state_rms, norm_rms):
+    """States and embeddings come in at size 1, and nothing is added to them yet: what goes into lm_head has the size
+    of what the target feeds into it."""
+    target = make_target(embedding_rms, state_rms, norm_rms)
     heads = CloverHeads.from_target(target, "clover-x")
     ids = torch.randint(VOCABULARY, (4, 12))
     assert rms(heads.embed(ids)) == pytest.approx(1.0, rel=0.2)
-    hidden = states_of(target, ids)
-    entered = heads.entry_decoder(target.model.norm(hidden), torch.zeros(4, 12, SIZE))
-    torch.testing.assert_close(entered, target.model.norm(hidden))
+    hidden, scale = states_of(target, ids), heads.config.hidden_state_scale
+    final = target.model.norm(hidden)
+    assert rms(scale * final) == pytest.approx(1.0, rel=0.3)
+    entered = heads.entry_decoder(scale * final, torch.zeros(4, 12, SIZE))
+    torch.testing.assert_close(entered, scale * final)
+    torch.testing.assert_close(heads.encode(hidden, ids), scale * final + heads.embed(ids))
+    out = heads(hidden, ids).head_outputs[0]
+    assert rms(out) == pytest.approx(rms(final), rel=0.3)
 
-    ratio = rms(target.model.norm(hidden)) / rms(hidden)
-    assert final_norm_ratio(target) == pytest.approx(ratio, rel=0.3)
-    theirs, ours = target.model.layers[-1], heads.layers[0]
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        change = ours.get_submodule(name).weight / theirs.get_submodule(name).weight
-        torch.testing.assert_close(change, torch.full_like(change, final_norm_ratio(target)))
-    torch.testing.assert_close(ours.self_attn.q_proj.weight, theirs.self_attn.q_proj.weight)
+
+def test_layers_start_fresh_at_every_size():
+    """What reads the stream gives outputs of the size of its inputs; what adds to it, nothing. A copy of the target's
+    last layer, which belongs to a stream of another size, learned more slowly."""
+    for size in (32, 128):
+        target = make_target(hidden_size=size, intermediate_size=3 * size)
+        heads = CloverHeads.from_target(target, "clover-x")
+        assert len(heads.layers) == 1
+        attention, mlp = heads.layers[0].self_attn, heads.layers[0].mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            assert rms(linear.weight) == pytest.approx(size**-0.5, rel=0.1)
+        for linear in (attention.o_proj, mlp.down_proj, heads.decoder.down):
+            assert not linear.weight.any()
+        assert heads.head_norm.weight.eq(1 / heads.config.hidden_state_scale).all()
+        assert not hasattr(heads, "norm")
+
+
+@torch.no_grad()
+def test_tokens_are_rows_of_the_input_embedding():
+    target = make_target()
+    ids = torch.arange(VOCABULARY)
+    for variant, rows in (("clover-x", target.model.embed_tokens.weight), ("clover-2", target.lm_head.weight)):
+        heads = CloverHeads.from_target(target, variant)
+        assert torch.equal(heads.embed(ids), heads.config.embedding_scale * rows)
+        other = "lm_head" if variant == "clover-x" else "input"
+        swapped = CloverHeads.from_target(target, variant, token_embedding=other)
+        assert not torch.equal(swapped.embed(ids), heads.embed(ids))
 
 
 def test_scales_are_in_the_config_and_come_back(tmp_path):
     target = make_target(embedding_rms=0.02)
     heads = CloverHeads.from_target(target, "clover-x")
     assert heads.config.embedding_scale == pytest.approx(50, rel=0.2)
+    assert heads.config.hidden_state_scale != 1.0
     heads.save_pretrained(tmp_path)
     again = CloverHeads.from_pretrained(tmp_path).bind(target)
     ids = torch.arange(VOCABULARY)
     assert torch.equal(again.embed(ids), heads.embed(ids))
+    hidden = torch.randn(1, 5, SIZE)
+    assert torch.equal(again.encode(hidden, ids[None, :5]), heads.encode(hidden, ids[None, :5]))
     assert CloverHeads.from_target(target, "clover-x", embedding_scale=2.0).config.embedding_scale == 2.0
+    assert CloverHeads.from_target(target, hidden_state_scale=2.0).config.hidden_state_scale == 2.0
 
 
 @pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
 def test_the_papers_take_everything_as_it_is(variant):
     target = make_target(embedding_rms=0.02, state_rms=30.0)
     heads = CloverHeads.from_target(target, variant)
-    assert (heads.config.embedding_scale, heads.config.normalize_hidden_states) == (1.0, False)
+    config = heads.config
+    assert (config.embedding_scale, config.hidden_state_scale, config.normalize_hidden_states) == (1.0, 1.0, False)
     for layer in getattr(heads, "layers", ()):
         assert torch.equal(layer.mlp.down_proj.weight, target.model.layers[-1].mlp.down_proj.weight)
 
@@ -185,14 +218,14 @@ def test_rows_that_no_token_uses_do_not_count():
 def test_a_first_token_that_drowns_all_else_does_not_count():
     """As in many large targets, whose first position holds values of hundreds."""
     target = make_target()
-    expected = final_norm_ratio(target)
+    expected = hidden_state_scale(target)
 
     def swell(_, __, output):
         output[:, 0] *= 1000
         return output
 
-    target.model.layers[-1].register_forward_hook(swell)
-    assert final_norm_ratio(target) == pytest.approx(expected, rel=0.2)
+    target.model.norm.register_forward_hook(swell)
+    assert hidden_state_scale(target) == pytest.approx(expected, rel=0.2)
 
 
 def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
@@ -203,39 +236,26 @@ def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", broken)
     target.train().lm_head.eval()
-    assert final_norm_ratio(target) == 1.0
+    assert hidden_state_scale(target) == 1.0
     assert (target.training, target.lm_head.training) == (True, False)
     assert not target.model.norm._forward_hooks
     monkeypatch.undo()
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=SIZE, n_layer=1, n_head=2))
-    gpt2.transformer.ln_f = nn.Identity()
-    assert final_norm_ratio(gpt2) == pytest.approx(1.0)
+    monkeypatch.setattr("hf_clover.scales.find_decoder", lambda target: (target, None, None))
+    assert hidden_state_scale(target) == 1.0
 
 
 @torch.no_grad()
 def test_targets_with_other_norms():
     """LayerNorm, which takes the mean away too."""
     target = build("gpt2", vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(target, "clover-x").eval()
+    heads = stirred(CloverHeads.from_target(target, "clover-x"))
     _, _, norm = find_decoder(target)
     hidden, ids = torch.randn(1, 5, 64), torch.randint(1, VOCABULARY, (1, 5))
-    x = heads.entry_decoder(norm(hidden), heads.embed(ids))
+    x = heads.entry_decoder(heads.config.hidden_state_scale * norm(hidden), heads.embed(ids))
     rope = heads.rotary_emb(x, torch.arange(5)[None])
     for layer in heads.layers:
         x = layer(x, rope, None, None)
-    torch.testing.assert_close(heads.encode(hidden, ids), heads.norm(x))
-
-
-def test_what_the_layers_add_is_scaled_and_what_they_read_is_not():
-    """The factor is in the copy alone: the target's own layer, and what was read of it, stay as they were."""
-    target = make_target()
-    source, before = LastLayer(target), target.model.layers[-1].mlp.down_proj.weight.clone()
-    heads = CloverHeads.from_target(target, "clover-2")
-    source.copy_into(heads, 0.5)
-    torch.testing.assert_close(heads.layers[1].mlp.down_proj.weight, 0.5 * before)
-    source.copy_into(heads)
-    assert torch.equal(heads.layers[1].mlp.down_proj.weight, before)
-    assert torch.equal(target.model.layers[-1].mlp.down_proj.weight, before)
+    torch.testing.assert_close(heads.encode(hidden, ids), x)
 
 
 # ---------------------------------------------------------------------- no token is changed

@@ -215,7 +215,7 @@ def test_a_copied_half_computes_what_the_targets_does(name, log):
 def test_what_does_not_correspond_starts_fresh_and_is_named(name, log):
     """Parallel blocks, MLA, sinks, other norms or rotary embeddings: a random start, and one line that says so."""
     model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model, num_augmenting_layers=2)
+    heads = CloverHeads.from_target(model, "clover-2", num_augmenting_layers=2)
     said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
     assert len(said) == 1
     assert "attention (" in said[0]
@@ -243,7 +243,7 @@ def check_that_the_final_norm_is_copied(model: nn.Module, heads: CloverHeads) ->
 @pytest.mark.parametrize("name", COPIED)
 def test_the_final_norm_is_copied(name):
     model = build(name, vocab_size=VOCABULARY)
-    check_that_the_final_norm_is_copied(model, CloverHeads.from_target(model))
+    check_that_the_final_norm_is_copied(model, CloverHeads.from_target(model, "clover-2"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -370,7 +370,7 @@ def test_a_block_of_another_shape_starts_fresh(name, fields, fresh, log):
 
 @pytest.mark.parametrize("fields", [dict(variant="medusa"), dict(augmenting_block="none")])
 def test_without_a_block_there_is_nothing_to_say(fields, log):
-    CloverHeads.from_target(build("gpt2", vocab_size=VOCABULARY), **fields)
+    CloverHeads.from_target(build("gpt2", vocab_size=VOCABULARY), **{"variant": "clover-2", **fields})
     assert not log.records
 
 
@@ -400,7 +400,7 @@ def test_a_target_that_cannot_be_tried_is_taken_as_read(monkeypatch):
         raise RuntimeError("more than tokens is wanted")
 
     monkeypatch.setattr(model, "forward", fail)
-    heads = CloverHeads.from_target(model)
+    heads = CloverHeads.from_target(model, "clover-2")
     assert torch.equal(heads.layers[-1].mlp.up_proj.weight, last_layer(model).mlp.up_proj.weight)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -467,7 +467,7 @@ def test_a_quantised_target(name, kind, log):
     CloverHeads.from_target(model, "clover-2")
     said = [record.getMessage() for record in log.records]
     assert len(said) == 1
-    assert "input embedding serves as the heads' token embedding" in said[0]
+    assert "input embedding serve as the heads' token embedding" in said[0]
 
 
 class Opaque(nn.Module):
@@ -484,7 +484,7 @@ class Opaque(nn.Module):
 def test_an_opaque_lm_head_keeps_the_heads_usable(log):
     """Trained for the full target, used with one whose lm_head shows no rows."""
     model = make_llama()
-    heads = CloverHeads.from_target(model, draft_vocab_size=6)
+    heads = CloverHeads.from_target(model, "clover-2", draft_vocab_size=6)
     x, plain = torch.randn(2, 32), model.lm_head
     expected = heads.score(x)
     model.lm_head = Opaque(plain)
@@ -493,6 +493,16 @@ def test_an_opaque_lm_head_keeps_the_heads_usable(log):
     torch.testing.assert_close(heads.score(x), expected)
     assert heads.borrowed.embedding is model.model.embed_tokens.weight
     assert [record.levelname for record in log.records] == ["WARNING"]
+
+
+def test_an_opaque_input_embedding_is_replaced_by_the_rows_of_the_lm_head(log):
+    model = make_llama()
+    model.set_input_embeddings(Opaque(model.lm_head))
+    heads = CloverHeads.from_target(model, "clover-x", embedding_scale=1.0)
+    assert heads.borrowed.embedding is model.lm_head.weight
+    said = [record.getMessage() for record in log.records]
+    assert len(said) == 1
+    assert "target's input embedding cannot be read" in said[0]
 
 
 def test_a_target_without_any_readable_rows_is_refused():

@@ -76,7 +76,7 @@ def test_what_is_kept_elsewhere_is_lent_whole(folder: Path, target: Any) -> None
     borrowed = heads.borrowed
     assert borrowed.lm_head is not spread.lm_head
     assert torch.equal(borrowed.lm_head.weight, target.lm_head.weight)
-    assert torch.equal(borrowed.embedding, target.lm_head.weight)
+    assert torch.equal(borrowed.embedding, target.model.embed_tokens.weight)
     assert torch.equal(borrowed.norm.weight, target.model.norm.weight)
     assert spread.lm_head.weight.is_meta  # as it was
     x = torch.randn(2, 32)

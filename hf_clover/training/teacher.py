@@ -31,7 +31,7 @@ from transformers.utils import logging
 from trl.models import prepare_deepspeed
 
 from ..modeling_clover import CloverHeads
-from ..target_parts import find_decoder, gather_rows, is_plain, unwrap, whole
+from ..target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
 
 logger = logging.get_logger(__name__)
 
@@ -76,7 +76,8 @@ class Teacher:
     def _lend_whole(self) -> None:
         borrowed = self.heads.borrowed
         borrowed.lm_head, borrowed.norm = whole(borrowed.lm_head), whole(borrowed.norm)
-        borrowed.embedding = getattr(borrowed.lm_head, "weight", borrowed.embedding)
+        table = token_table(self.heads.config, unwrap(self.model), borrowed.lm_head)
+        borrowed.embedding = borrowed.embedding if table is None else table
         self.is_sharded = True
 
     def refresh_draft_vocabulary(self) -> None:
