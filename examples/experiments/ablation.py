@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse
 from continuations import Data, load_data
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import capture_before_final_norm
+from hf_clover.last_layer import LastLayer
 from hf_clover.scales import embedding_scale
 
 DEFAULTS = {**TRAINING, "tokens": 100_000, "batch_size": 4, "nodes": (16,)}
@@ -37,6 +38,8 @@ PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
 GENERATED = 4  # of them, with a tree at every step
 
 MEASURED, TWICE = "measured", "2 d"  # of the target: the scale of its embeddings, and twice its hidden size
+COPIED = {"layers": "the target's last"}  # as clover-2's start
+BALANCED = {"normalize_hidden_states": True}
 TWO = {"num_augmenting_layers": 2}
 PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
 
@@ -44,22 +47,30 @@ PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
 STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-2, paper": ("clover-2", {}, PAPER),
     "+ embeddings of size 1": ("clover-2", {"embedding_scale": MEASURED}, PAPER),
-    "+ states after the final norm": ("clover-2", {"normalize_hidden_states": True}, PAPER),
-    "+ state and token meet in one layer": ("clover-2", {"normalize_hidden_states": True, "entry": "fc"}, PAPER),
+    "+ states after the final norm": ("clover-2", {**BALANCED, **COPIED}, PAPER),
+    "+ layers that start fresh": ("clover-2", BALANCED, PAPER),
+    "+ tokens by the input embedding": ("clover-2", {**BALANCED, "token_embedding": "input"}, PAPER),
+    "+ state and token meet in one layer": (
+        "clover-2", {**BALANCED, "token_embedding": "input", "entry": "fc"}, PAPER
+    ),
     "+ gated cell, for every head": ("clover-x", {**TWO, "loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER),
     "+ loss without hidden states": ("clover-x", TWO, PAPER),
     "+ one layer instead of two": ("clover-x", {}, PAPER),
     "+ a higher learning rate": ("clover-x", {}, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
     "Muon for the matrices = clover-x": ("clover-x", {}, {}),
-}
+}  # fmt: skip
 ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "clover-x: layers copied": ("clover-x", COPIED, {}),
+    "clover-x: tokens by the lm_head": ("clover-x", {"token_embedding": "lm_head"}, {}),
     "clover-x: two layers": ("clover-x", TWO, {}),
     "clover-x: Attention Decoder": ("clover-x", {"decoder": "attention"}, {}),
     "clover-x: no token for head 0": ("clover-x", {"decoder_position": "before", "output_projector": "fc"}, {}),
     "clover-x: cell of width 2 d": ("clover-x", {"decoder_width": TWICE}, {}),
     "clover-x: acceptance loss": ("clover-x", {"loss_type": "acceptance"}, {}),
-    "clover-x: hidden states, weight 0.3": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 0.3}, {}),
+    "clover-x: hidden states, weight 10": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 10.0}, {}),
     "clover-x: eight heads trained": ("clover-x", {"num_heads": 8}, {}),
+    "clover-x: each head counts half the last": ("clover-x", {}, {"loss_decay": 0.5}),
+    "clover-x: Muon at 0.01": ("clover-x", {}, {"muon_learning_rate": 0.01}),
     "clover-x: Muon at 0.04": ("clover-x", {}, {"muon_learning_rate": 0.04}),
 }
 ROWS = {**STEPS, **ALONE}
@@ -130,7 +141,7 @@ def draft_milliseconds(target: PreTrainedModel, nodes: int, repeats: int) -> dic
         drafter.extend(hidden, tokens, start + torch.arange(count, device=target.device)[None], [count])
 
     for label, (variant, fields, _) in ROWS.items():
-        heads = CloverHeads.from_target(target, variant, **fields_of(target, fields))
+        heads = make_heads(target, variant, fields)
         drafters[label] = CloverCandidateGenerator(heads.eval())
         take_in(drafters[label], 0, PROMPT)
         drafters[label].draft(nodes)
@@ -149,7 +160,14 @@ def draft_milliseconds(target: PreTrainedModel, nodes: int, repeats: int) -> dic
 def fields_of(target: PreTrainedModel, fields: dict[str, Any]) -> dict[str, Any]:
     size = target.config.get_text_config(decoder=True).hidden_size
     known = {MEASURED: lambda: embedding_scale(target.get_output_embeddings().weight), TWICE: lambda: 2 * size}
-    return {name: known[value]() if value in known else value for name, value in fields.items()}
+    return {name: known[value]() if value in known else value for name, value in fields.items() if name not in COPIED}
+
+
+def make_heads(target: PreTrainedModel, variant: str, fields: dict[str, Any]) -> CloverHeads:
+    heads = CloverHeads.from_target(target, variant, **fields_of(target, fields))
+    if fields.keys() & COPIED.keys():
+        LastLayer(target).copy_into(heads)
+    return heads
 
 
 def train_row(
@@ -159,7 +177,9 @@ def train_row(
     steps = math.ceil(args.tokens / (args.batch_size * data.mean_length))
     needed = data.train.select(range(min(len(data.train), steps * args.batch_size)))
     on_cuda = target.device.type == "cuda"
+    set_seed(args.seed)
     trainer = CloverTrainer(
+        model=make_heads(target, variant, fields),
         teacher_model=target,
         args=CloverTrainingConfig(
             output_dir=str(args.work / "trainer"),
@@ -170,7 +190,6 @@ def train_row(
             dataloader_pin_memory=on_cuda,
             precompute_targets=True,
             precompute_dir=str(data.folder / f"states-{len(needed)}"),
-            model_init_kwargs={"variant": variant, **fields_of(target, fields)},
             seed=args.seed,
             logging_strategy="no",
             save_strategy="no",

@@ -36,25 +36,23 @@ class Drafter:
     name: str
     kind: type[CloverHeads]
     make: Callable[[PreTrainedModel], CloverHeads]
+    recipe: dict[str, dict[str, Any]] | None = None  # the only one to train it by, by its name
 
     def optimizers(self, rates: Sequence[float], muon_rates: Sequence[float]) -> dict[str, dict[str, Any]]:
-        """Arguments of the trainer to choose from, by name, the first where nothing was tried. Ours is trained as a
-        newcomer would, by the defaults; the papers' variants by AdamW, as their papers do, at the rate that serves
-        them best here; and rivals by whichever of AdamW and ours serves them best, so that only the network differs.
-        """
-        if self.name == OURS:
-            return {"defaults": {}}
+        """Arguments of the trainer to choose from, by name. Ours is trained as a newcomer would, by the defaults, and
+        `clover-2` as its paper does; all else by whichever of AdamW and our Muon serves it best, so that only the
+        network differs."""
+        if self.recipe is not None:
+            return self.recipe
         found = {f"AdamW {rate:g}": {"learning_rate": rate} for rate in rates}
-        if not self.name.startswith("clover"):
-            found |= {f"Muon {rate:g}": {"muon_learning_rate": rate} for rate in muon_rates}
-        return found
+        return found | {f"Muon {rate:g}": {"muon_learning_rate": rate} for rate in muon_rates}
 
     def load(self, folder: Path, target: PreTrainedModel) -> CloverHeads:
         return self.kind.from_pretrained(folder, dtype=target.dtype).to(target.device).eval().bind(target)
 
 
-def _variant(name: str) -> Drafter:
-    return Drafter(name, CloverHeads, partial(CloverHeads.from_target, variant=name))
+def _variant(name: str, variant: str, recipe: dict[str, dict[str, Any]] | None = None) -> Drafter:
+    return Drafter(name, CloverHeads, partial(CloverHeads.from_target, variant=variant), recipe)
 
 
 def _rival(kind: type[RivalHeads]) -> Drafter:
@@ -63,7 +61,13 @@ def _rival(kind: type[RivalHeads]) -> Drafter:
 
 DRAFTERS: dict[str, Drafter] = {
     drafter.name: drafter
-    for drafter in (*map(_variant, (OURS, "clover-2", "clover", "medusa")), *map(_rival, RIVALS.values()))
+    for drafter in (
+        _variant(OURS, OURS, {"defaults": {}}),
+        _variant("clover-2", "clover-2", {"as in its paper": {"learning_rate": 1e-3}}),
+        _variant("clover-2, tuned", "clover-2"),
+        _variant("medusa", "medusa"),
+        *map(_rival, RIVALS.values()),
+    )
 }
 
 
