@@ -1,8 +1,9 @@
 """Heads made from something else: from a target, or from a checkpoint of the papers' public reference.
 
-Contract: both functions return bound `CloverHeads` on the target's device and in its dtype. A part of the target's
-last layer is copied where it corresponds to a part of the Augmenting Block; what does not correspond keeps its fresh
-initialisation and is named in one log line.
+Contract: both functions return bound `CloverHeads` on the target's device and in its dtype. For the papers' variants,
+a part of the target's last layer is copied where it corresponds to a part of the Augmenting Block; what does not
+correspond keeps its fresh initialisation and is named in one log line. Heads that read states from behind the final
+norm (clover-x) start fresh, and what they read is brought to one size.
 """
 
 import json
@@ -45,7 +46,7 @@ def heads_from_target(
     if any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters()):
         raise ValueError(
             f"`target`, a `{type(model).__name__}`, is divided among processes (tensor parallel, FSDP or ZeRO), and "
-            "heads start as copies of its weights: make them from the whole target in one process, with "
+            "heads are made from its weights: make them from the whole target in one process, with "
             "`device_map='auto'` where one device is too small, and load them with `AutoModel.from_pretrained`."
         )
     _, _, norm = find_decoder(model)

@@ -271,7 +271,7 @@ class CloverHeads(PreTrainedModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
-        """New heads for `target`, started from its last layer and final norm; `fields` are those of `CloverConfig`."""
+        """New heads for `target`; `fields` are those of `CloverConfig`."""
         return _package("interop").heads_from_target(cls, target, variant, fields)
 
     @classmethod

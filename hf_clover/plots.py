@@ -53,7 +53,7 @@ THEMES = {
     },
 }  # fmt: skip
 # A method has its colour in every figure; what is not here takes the first colour that is free.
-_METHODS = {"clover-2": 0, "medusa": 1, "clover": 2, "prompt-lookup": 3, "assistant": 4}
+_METHODS = {"clover-2": 0, "medusa": 1, "clover": 2, "prompt-lookup": 3, "assistant": 4, "clover-x": 5}
 _PARTS = ("verify", "draft", "walk", "other")
 
 

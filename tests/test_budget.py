@@ -31,6 +31,7 @@ from hf_clover.decoding.budget import (
     check_nodes,
     line_through,
     make_budget,
+    seconds_by_size,
 )
 from hf_clover.decoding.tree import Tree, root_only
 
@@ -200,12 +201,15 @@ def test_heads_that_know_nothing_cost_next_to_nothing(rows):
     assert machine.budget.costs.rest == LONGEST_REST
 
 
-def test_drafting_comes_back_when_it_pays_again():
-    machine = Machine(plain=10e-3, draft=4e-3, start=11e-3, slope=0.5e-3, top=0.1)
-    machine.run(400)
+@pytest.mark.parametrize(("draft", "start"), [(4e-3, 11e-3), (6e-3, 16e-3)], ids=["by far", "by half"])
+def test_drafting_comes_back_when_it_pays_again(draft, start):
+    """The first draft after the longest rest is enough."""
+    machine = Machine(plain=10e-3, draft=draft, start=start, slope=0.5e-3, top=0.1)
+    machine.run(1000)
+    assert machine.budget.costs.rest == LONGEST_REST
     assert sum(machine.sizes) < 400
     machine.top = 0.9
-    machine.run(2 * LONGEST_REST)
+    machine.run(LONGEST_REST)
     machine.run(50)
     assert sum(machine.sizes) / 50 > 3
     assert machine.budget.costs.rest == SHORTEST_REST
@@ -224,6 +228,18 @@ def test_a_ceiling_holds():
     machine = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.0, ceiling=6)
     machine.run(200)
     assert max(machine.sizes) == 5
+
+
+def test_a_step_in_the_costs_is_seen():
+    """Two rows that take longer than four: the line through all would say the opposite."""
+    seen = [(1, 20.0), (3, 12.0), (7, 14.0)] * 8
+    plain, one, two, three, seven = seconds_by_size(seen, [0, 1, 2, 3, 7], 10.0)
+    start, slope = line_through(seen, 10.0)
+    assert (plain, two) == pytest.approx((start, start + 2 * slope)), "of what was not seen, the line is all there is"
+    assert one == pytest.approx(20, rel=0.1)
+    assert three == pytest.approx(12, rel=0.1)
+    assert seven == pytest.approx(14, rel=0.1)
+    assert seconds_by_size([(4, 5.0)], [4]) == [pytest.approx(5.0)]
 
 
 def test_the_line_through_costs():

@@ -131,8 +131,17 @@ def test_tree_size(experiment, folder):
     assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 5)]
 
 
-def test_step(experiment, folder):
-    result = run(experiment("step"), folder)
+def test_step(experiment, folder, monkeypatch):
+    module, asked = experiment("step"), set()
+    parts_of = module.parts_of
+
+    def looked_at(target: Any, inputs: Any, options: dict[str, Any]) -> Any:
+        asked.add(options.get("num_assistant_tokens", "automatic" if "assistant_model" in options else "plain"))
+        return parts_of(target, inputs, options)
+
+    monkeypatch.setattr(module, "parts_of", looked_at)
+    result = run(module, folder)
+    assert asked == {"plain", 2, 4, "automatic"}
     methods = ("plain", "2 nodes", "4 nodes", "automatic")
     found = [(row["batch_size"], row["method"]) for row in result["rows"]]
     assert found == [(size, method) for size in (1, 2) for method in methods]

@@ -41,11 +41,11 @@ def test_every_stage(gpu, tmp_path):
     assert result["left_out"] == result["failed"] == {}
 
     assert [(check["cache"], check["method"]) for check in result["checks"]] == [
-        (cache, variant) for cache in ("dynamic", "static") for variant in ("clover-2", "clover", "medusa")
+        (cache, variant) for cache in ("dynamic", "static") for variant in ("clover-x", "clover-2", "clover", "medusa")
     ]
     assert all(check["passed"] for check in result["checks"])
 
-    heads = {"clover-2", "clover-2, 1100 ids", "clover", "medusa"}
+    heads = {"clover-x", "clover-x, 1100 ids", "clover-2", "clover", "medusa"}
     found = {(row["cache"], row["batch_size"], row["method"]) for row in result["rows"]}
     assert found == {
         *((cache, size, method) for cache in ("dynamic", "static") for size in (1, 2) for method in {*heads, "plain"}),
@@ -58,7 +58,7 @@ def test_every_stage(gpu, tmp_path):
     assert {row["method"] for row in result["budgets"]} == {"plain", "4 nodes", "8 nodes", "automatic"}
 
     assert [(step["cache"], step["method"]) for step in result["steps"]] == [
-        (cache, name) for cache in ("dynamic", "static") for name in ("plain", "clover-2", "clover-2, 1100 ids")
+        (cache, name) for cache in ("dynamic", "static") for name in ("plain", "clover-x", "clover-x, 1100 ids")
     ]
     for step in result["steps"]:
         parts = (
@@ -66,7 +66,7 @@ def test_every_stage(gpu, tmp_path):
         )
         assert set(step["parts_ms"]) == parts
         assert step["step_ms"] > 0
-    for kernels in ([k for k in result["kernels"] if k["method"] == name] for name in ("plain", "clover-2, 1100 ids")):
+    for kernels in ([k for k in result["kernels"] if k["method"] == name] for name in ("plain", "clover-x, 1100 ids")):
         assert kernels[0]["kernel"] == "all"
         assert kernels[0]["ms"] >= kernels[1]["ms"] > 0
     contexts = [(row["cache"], row["method"], row["context"]) for row in result["contexts"]]
@@ -74,7 +74,7 @@ def test_every_stage(gpu, tmp_path):
         (cache, name, length)
         for cache in ("dynamic", "static")
         for length in (16, 64)
-        for name in ("plain", "clover-2, 1100 ids")
+        for name in ("plain", "clover-x, 1100 ids")
     ]
 
     titles = " ".join(panel["title"] for panel in result["figure"]["panels"])

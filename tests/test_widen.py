@@ -115,6 +115,8 @@ def test_new_weights_are_ordinary_numbers(widen, small):
 @pytest.mark.parametrize(
     ("variant", "fields"),
     [
+        ("clover-x", {}),
+        ("clover-x", dict(decoder_width=48)),
         ("clover-2", {}),
         ("clover", {}),
         ("medusa", {}),
@@ -140,7 +142,7 @@ def test_the_heads_say_the_same(widen, small, sizes, variant, fields):
     assert partial.score(ours).shape[-1] == 65
 
 
-@pytest.mark.parametrize("variant", ["heads", "clover", "medusa"])
+@pytest.mark.parametrize("variant", ["heads", "clover-2", "clover", "medusa"])
 def test_the_stand_in_drafts_the_same(widen, variant):
     """As many tokens per forward as before: the trees are the same ones."""
     target = AutoModelForCausalLM.from_pretrained(STAND_IN / "target", dtype=torch.float32).eval()

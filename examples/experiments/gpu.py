@@ -42,7 +42,7 @@ from hf_clover.prompts import load_prompts
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE.parent / "stand_in"
-VARIANTS = {"clover-2": "heads", "clover": "clover", "medusa": "medusa"}  # and their folders
+VARIANTS = {"clover-x": "heads", "clover-2": "clover-2", "clover": "clover", "medusa": "medusa"}  # and their folders
 SMALL = dict(hidden_size=512, num_hidden_layers=14, intermediate_size=1280, vocab_size=4096)
 
 FULL = SimpleNamespace(
@@ -124,15 +124,15 @@ class Bench:
         return widen_heads(heads, target, **fields)
 
     @functools.cached_property
-    def clover_2(self) -> list[Method]:
-        """With the target's vocabulary and with a draft vocabulary."""
+    def ours(self) -> list[Method]:
+        """The default, with the target's vocabulary and with a draft vocabulary."""
         some = self.sizes.draft_vocab_size
-        heads = [self.heads_for(self.target, "clover-2", draft_vocab_size=size) for size in (None, some)]
-        return [with_heads(heads[0]), with_heads(heads[1], f"clover-2, {some} ids")]
+        heads = [self.heads_for(self.target, "clover-x", draft_vocab_size=size) for size in (None, some)]
+        return [with_heads(heads[0]), with_heads(heads[1], f"clover-x, {some} ids")]
 
     @functools.cached_property
     def other_heads(self) -> list[Method]:
-        return [with_heads(self.heads_for(self.target, variant)) for variant in ("clover", "medusa")]
+        return [with_heads(self.heads_for(self.target, variant)) for variant in VARIANTS if variant != "clover-x"]
 
     @functools.cached_property
     def other_ways(self) -> list[Method]:
@@ -179,13 +179,13 @@ class Bench:
                 self.lists["checks"].append(check)
 
     def speed(self, cache: str, batch_size: int, methods: str) -> None:
-        chosen = {"clover-2": self.clover_2, "other heads": self.other_heads}.get(methods)
+        chosen = {"ours": self.ours, "other heads": self.other_heads}.get(methods)
         if methods == "all":
-            chosen = self.clover_2 + self.other_heads + (self.other_ways if batch_size == 1 else [])
+            chosen = self.ours + self.other_heads + (self.other_ways if batch_size == 1 else [])
         self.lists["rows"] += self._measure([plain(), *chosen], cache, batch_size)
 
     def budgets(self, cache: str, batch_size: int) -> None:
-        heads = self.clover_2[1].heads
+        heads = self.ours[1].heads
         fixed = [with_heads(heads, f"{nodes} nodes", nodes) for nodes in self.sizes.budgets]
         self.lists["budgets"] += self._measure([plain(), *fixed, with_heads(heads, "automatic")], cache, batch_size)
 
@@ -208,17 +208,17 @@ class Bench:
         options = dict(max_new_tokens=self.sizes.new_tokens, do_sample=False)
         if cache != "dynamic":
             options["cache_implementation"] = cache
-        for method in (plain(), *self.clover_2):
+        for method in (plain(), *self.ours):
             what, mine = {"cache": cache, "method": method.name}, {**options, **method.options}
             self.lists["steps"].append(what | parts_of(self.target, inputs, mine))
-            if method is not self.clover_2[0]:
+            if method is not self.ours[0]:
                 self.lists["kernels"] += [what | kernel for kernel in kernels_of(self.target, inputs, mine)]
 
     def contexts(self, cache: str, lengths: Sequence[int]) -> None:
         options = {} if cache == "dynamic" else {"cache_implementation": cache}
         for length in lengths:
             inputs = self.batch([long_prompt(self.tokenizer, length)])
-            for method in (plain(), self.clover_2[1]):
+            for method in (plain(), self.ours[1]):
                 found = contexts_of(self.target, inputs, self.sizes.context_tokens, {**options, **method.options})
                 self.lists["contexts"].append({"cache": cache, "method": method.name, "context": length, **found})
 
@@ -229,7 +229,7 @@ class Bench:
             yield f"exact {cache}", 10, most, functools.partial(self.exact, cache)
         for size in sizes.batch_sizes:
             yield f"speed dynamic {size}", 20, 120, functools.partial(self.speed, "dynamic", size, "all")
-            yield f"speed static {size}", 30, 180, functools.partial(self.speed, "static", size, "clover-2")
+            yield f"speed static {size}", 30, 180, functools.partial(self.speed, "static", size, "ours")
             if size == sizes.batch_sizes[0]:
                 for cache in ("dynamic", "static"):
                     yield f"steps {cache}", 15, 60, functools.partial(self.steps, cache)

@@ -136,12 +136,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     rows, comparisons = [], []
     for size in args.sizes:
         target = random_llama(size, args.seed)
-        heads = CloverHeads.from_target(target).eval()
-        methods = [plain(), *(with_heads(heads, f"{n} nodes", n) for n in args.nodes), with_heads(heads, "automatic")]
         vocabulary = target.config.vocab_size
         prompt = torch.randint(vocabulary, (1, args.prompt_tokens))
         text = target.generate(prompt, max_new_tokens=args.max_new_tokens, do_sample=False)[0].tolist()
         for acceptance in args.acceptance:
+            heads = CloverHeads.from_target(target).eval()  # others, of which nothing has been learned yet
+            fixed = [with_heads(heads, f"{n} nodes", n) for n in args.nodes]
+            methods = [plain(), *fixed, with_heads(heads, "automatic")]
             with drafting_by(Oracle(text, vocabulary, acceptance, args.seed)):
                 measured = measure(
                     target,

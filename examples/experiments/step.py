@@ -23,6 +23,7 @@ from hf_clover.prompts import load_prompts
 
 DEFAULTS = {**GENERATION, "nodes": (2, 4, 8, 16, 24), "batch_sizes": (1, 4, 8), "contexts": (256, 1024, 2048, 4096)}
 TOY = {**TOY_GENERATION, "nodes": (2, 4), "batch_sizes": (1, 2), "contexts": (16, 32)}
+PROFILED = ("plain", "automatic")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -38,14 +39,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     steps, kernels, contexts = [], [], []
     sizes = [size for size in args.batch_sizes if size <= len(prompts)]
     for size, method in tqdm(list(product(sizes, methods)), "parts of a step"):
-        options = {"max_new_tokens": args.max_new_tokens, **common, **method.options}
         groups = [prompts[first : first + size] for first in range(0, len(prompts), size)]
         batches = [batch_of(group, pad, target.device) for group in groups if len(group) == size]
-        found = mean([parts_of(target, batch, options) for batch in batches])
+        with method.applied() as keywords:
+            options = {"max_new_tokens": args.max_new_tokens, **common, **keywords}
+            found = mean([parts_of(target, batch, options) for batch in batches])
+            longest = kernels_of(target, batches[0], options) if size == 1 and method.name in PROFILED else []
         steps.append({"batch_size": size, "method": method.name, "nodes": method.nodes, **found})
-        if size == 1 and method.name in ("plain", "automatic"):
-            longest = kernels_of(target, batches[0], options)
-            kernels += [{"method": method.name, **kernel} for kernel in longest]
+        kernels += [{"method": method.name, **kernel} for kernel in longest]
     for row in steps:
         plain_row = next(r for r in steps if r["batch_size"] == row["batch_size"])
         row["efficiency"] = plain_row["step_ms"] / row["step_ms"]

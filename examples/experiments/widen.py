@@ -12,7 +12,7 @@ drafts are accepted, stay those of the small models. Exact up to rounding, for t
 - An extra id's row of lm_head is a weighted mean of the padding token's row and of another one, so its logit lies
   between theirs and never is the largest. For a trained model, whose padding token is never likely, these ids together
   also have next to no probability. Sampling is exact only as far as that goes; greedy decoding is exact.
-- The gate of the heads' Attention Decoder is a cosine within each of its heads, so these keep their size, and there
+- The gate of the papers' Attention Decoder is a cosine within each of its heads, so these keep their size, and there
   are more of them. (eps, which there only keeps a division by zero away, is scaled too.)
 
 Shapes: d the old hidden size and D the new one, V the old vocabulary.
@@ -114,6 +114,7 @@ def widen_heads(
             **sizes,
             "rms_norm_eps": old.rms_norm_eps * old.hidden_size / shape.hidden_size,
             "decoder_num_heads": shape.hidden_size // per_decoder_head,
+            "decoder_width": math.ceil(old.decoder_width * shape.hidden_size / old.hidden_size),
             "draft_vocab_size": draft_vocab_size,
             "target_fingerprint": fingerprint(wide.lm_head.weight),
             "target_name_or_path": wide.config.name_or_path,
@@ -129,19 +130,19 @@ def widen_heads(
         if name == "layers":
             for layer, its_layer in zip(module, its, strict=True):
                 _fill_layer(layer, its_layer, places)
-        elif name in ("entry_decoder", "decoder"):
+        elif name == "decoder" and old.decoder == "gated":
+            _fill_gated(module, its, places)
+        elif name in ("entry_decoder", "decoder") and hasattr(its, "q"):
             _fill_norm(module.norm, its.norm, places)
             for part in ("q", "k"):
                 _fill_linear(getattr(module, part), getattr(its, part), places.residual, places.residual)
             _fill_linear(module.v, its.v, places.residual, places.residual, rest_is_zero=True)
         elif name in ("norm", "head_norm"):
             _fill_norm(module, its, places)
-        elif name in ("fc", "first_fc", "residual_blocks"):
+        elif name in ("entry_decoder", "fc", "first_fc", "residual_blocks"):
             for linear, its_linear in zip(_linears(module), _linears(its), strict=True):
-                state_and_embedding = its_linear.in_features == 2 * old.hidden_size
-                columns = places.residual
-                if state_and_embedding:
-                    columns = torch.cat((columns, columns + shape.hidden_size))
+                has_token = its_linear.in_features == 2 * old.hidden_size
+                columns = places.state_and_token if has_token else places.residual
                 _fill_linear(linear, its_linear, places.residual, columns, rest_is_zero=True)
         elif name != "rotary_emb":
             raise ValueError(f"`heads` have a part `{name}` that cannot be widened here.")
@@ -181,6 +182,7 @@ class _Places:
         self.keys = (kv_heads[:, None] * shape.head_dim + channels).flatten()
         self.old_key_heads = old.num_key_value_heads * shape.head_dim  # new channels of the heads that were there
         self.residual, self.inner = torch.arange(old.hidden_size), torch.arange(old.intermediate_size)
+        self.state_and_token = torch.cat((self.residual, self.residual + shape.hidden_size))
         self.norm_scale = math.sqrt(old.hidden_size / shape.hidden_size)
 
 
@@ -200,6 +202,14 @@ def _fill_layer(new: nn.Module, old: nn.Module, places: _Places) -> None:
         _fill_linear(new.mlp.gate_proj, old.mlp.gate_proj, inner, residual)
         _fill_linear(new.mlp.up_proj, old.mlp.up_proj, inner, residual)
         _fill_linear(new.mlp.down_proj, old.mlp.down_proj, residual, inner, rest_is_zero=True)
+
+
+def _fill_gated(new: nn.Module, old: nn.Module, places: _Places) -> None:
+    width = torch.arange(old.down.in_features)
+    _fill_norm(new.norm, old.norm, places)
+    gate_and_up = torch.cat((width, width + new.down.in_features))
+    _fill_linear(new.gate_up, old.gate_up, gate_and_up, places.state_and_token)
+    _fill_linear(new.down, old.down, places.residual, width, rest_is_zero=True)
 
 
 def _fill_linear(

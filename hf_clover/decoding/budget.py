@@ -34,6 +34,7 @@ SHORTEST_REST, LONGEST_REST = 8, 128  # steps
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing
 PLAIN_EVERY = 64  # steps, where it does
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
+TRUST_IN_LINE = 2  # times seen, that the line through all sizes counts as beside what one size took itself
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 
 
@@ -95,7 +96,7 @@ class Recent:
 
 @dataclass
 class Costs:
-    """Seconds of a plain step, and of drafts and of forwards over trees: lines through what was seen lately."""
+    """Seconds of a plain step, and of drafts and of forwards over trees as they were seen lately."""
 
     plain: Recent = field(default_factory=Recent)
     drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
@@ -120,6 +121,23 @@ def line_through(seen: Sequence[tuple[int, float]], at_none: float | None = None
     slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else 0.0
     slope = max(slope, 0.0)
     return y - slope * x, slope
+
+
+def seconds_by_size(
+    seen: Sequence[tuple[int, float]], sizes: Sequence[int], at_none: float | None = None
+) -> list[float]:
+    """What each of `sizes` takes: what it took itself, as far as it was seen, and what the line says. Kernels have
+    steps, and a line cuts their corners: on many CPUs two rows take longer than four."""
+    start, slope = line_through(seen, at_none)
+    own: dict[int, list[float]] = {}
+    for nodes, seconds in list(seen):
+        own.setdefault(nodes, []).append(seconds)
+    found = []
+    for size in sizes:
+        times, by_line = own.get(size, []), start + slope * size
+        known = statistics.median(times) * len(times) if times else 0.0
+        found.append((known + TRUST_IN_LINE * by_line) / (len(times) + TRUST_IN_LINE))
+    return found
 
 
 class Acceptance:
@@ -269,10 +287,10 @@ class AutomaticBudget:
         if len(costs.forwards) < 2:  # two sizes make a line
             return min(self._snapped(max(START // rows >> len(costs.forwards), 1)), sizes[-1])
         gains = self.acceptance.expected(log_probs).sum(0).cumsum(0).tolist()  # [N] tokens beyond the rows' own
-        start, slope = line_through(costs.forwards, costs.plain.value)
-        draft, more = line_through(costs.drafts)
-        plain = min(costs.plain.value, start)
-        seconds = [draft + more * size + (start + slope * size if size else plain) for size in sizes]
+        forwards = seconds_by_size(costs.forwards, sizes, costs.plain.value)  # the first is of no nodes: sizes[0] = 0
+        plain = forwards[0] = min(costs.plain.value, forwards[0])
+        drafts = seconds_by_size(costs.drafts, sizes)
+        seconds = [draft + forward for draft, forward in zip(drafts, forwards, strict=True)]
         tokens = [rows + (gains[size - 1] if size else 0.0) for size in sizes]
         rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
         place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * max(rates))
@@ -292,10 +310,9 @@ class AutomaticBudget:
         costs.advantage = (1 - weight) * costs.advantage + weight * advantage
         if costs.advantage >= 1:
             costs.rest = SHORTEST_REST
-        elif self.acceptance.trees > LEARNING:
+        elif self.acceptance.trees > LEARNING and advantage < 1:  # a draft that pays is followed by another
             costs.resting = costs.rest
-            if advantage < 1:
-                costs.rest = min(2 * costs.rest, LONGEST_REST)
+            costs.rest = min(2 * costs.rest, LONGEST_REST)
 
 
 Budget = FixedBudget | AutomaticBudget
