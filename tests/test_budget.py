@@ -236,8 +236,8 @@ def test_a_step_in_the_costs_is_seen():
     plain, one, two, three, seven = seconds_by_size(seen, [0, 1, 2, 3, 7], 10.0)
     start, slope = line_through(seen, 10.0)
     assert (plain, two) == pytest.approx((start, start + 2 * slope)), "of what was not seen, the line is all there is"
-    assert one == pytest.approx(20, rel=0.1)
-    assert three == pytest.approx(12, rel=0.1)
+    assert one == pytest.approx(20, rel=0.2)
+    assert three == pytest.approx(12, rel=0.2)
     assert seven == pytest.approx(14, rel=0.1)
     assert seconds_by_size([(4, 5.0)], [4]) == [pytest.approx(5.0)]
 

@@ -34,7 +34,7 @@ SHORTEST_REST, LONGEST_REST = 8, 128  # steps
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing
 PLAIN_EVERY = 64  # steps, where it does
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
-TRUST_IN_LINE = 2  # times seen, that the line through all sizes counts as beside what one size took itself
+TRUST_IN_LINE = 8  # times seen, that the line through all sizes counts as beside what one size took itself
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 
 
