@@ -231,7 +231,7 @@ class CloverHeads(PreTrainedModel):
         return self._borrowed
 
     def get_input_embeddings(self) -> None:
-        """None of their own: the rows of the target's lm_head are borrowed. FSDP asks."""
+        """None of their own: the target's are borrowed. FSDP asks."""
 
     def bind(self, target: PreTrainedModel) -> "CloverHeads":
         """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""

@@ -54,7 +54,7 @@ MUTATIONS = (
     Mutation(
         name="a row that comes later draws other random numbers",
         file="decoding/walk.py",
-        line="random.set_rng_state(self.states.setdefault(length, now), *device)",
+        line="set_random_state(self.states.setdefault(length, now), probs.device)",
         broken="self.states.setdefault(length, now)",
         tests=("test_walk.py::test_the_same_seed_gives_the_same_text[free]",),
     ),

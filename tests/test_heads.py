@@ -635,6 +635,6 @@ def test_normalised_embeddings():
     ids = torch.arange(VOCABULARY)
     rows = make_heads(target, variant="clover-2").embed(ids)
     assert torch.equal(rows, target.lm_head.weight)
-    torch.testing.assert_close(make_heads(target, embedding_scale=3.0).embed(ids), 3 * rows)
-    normalised = make_heads(target, normalize_embeddings=True).embed(ids)
+    torch.testing.assert_close(make_heads(target, variant="clover-2", embedding_scale=3.0).embed(ids), 3 * rows)
+    normalised = make_heads(target, variant="clover-2", normalize_embeddings=True).embed(ids)
     torch.testing.assert_close(normalised, rows / rows.norm(dim=-1, keepdim=True))
