@@ -131,7 +131,7 @@ def test_heads_are_trained_in_float32_and_saved_whole(tmp_path: Path) -> None:
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
     with safe_open(tmp_path / "model.safetensors", "pt") as saved:
         assert set(saved.keys()) == set(trainer.heads.state_dict())
-        assert saved.get_tensor("norm.weight").dtype == torch.float32
+        assert saved.get_tensor("head_norm.weight").dtype == torch.float32
     again = make_trainer(tmp_path, target, options={"model": str(tmp_path)}, model_init_kwargs=None)
     assert all(torch.equal(weights(trainer)[name], tensor) for name, tensor in again.heads.state_dict().items())
 
