@@ -25,6 +25,11 @@ def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> 
     return linear
 
 
+def layer_starts(config: CloverConfig) -> tuple[str | None, str | None]:
+    """How a layer of the block starts, unless a copy of the target's takes its place: what reads, and what adds."""
+    return ("even", "zero") if config.normalize_hidden_states else (None, None)
+
+
 class CloverRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -117,7 +122,7 @@ class CloverAttention(nn.Module):
         super().__init__()
         self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
         size, bias = config.hidden_size, config.attention_bias
-        read, add = ("even", "zero") if config.normalize_hidden_states else (None, None)
+        read, add = layer_starts(config)
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = started_linear(size, queries, bias, read)
         self.k_proj = started_linear(size, keys, bias, read)
@@ -153,7 +158,7 @@ class CloverAttention(nn.Module):
 class CloverMLP(nn.Module):
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
-        read, add = ("even", "zero") if config.normalize_hidden_states else (None, None)
+        read, add = layer_starts(config)
         size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = started_linear(size, width, bias, read)
         self.up_proj = started_linear(size, width, bias, read)

@@ -118,22 +118,18 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
 
 def token_table(config: CloverConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
     """The rows [>= V, d] that serve as the heads' token embedding: `config.token_embedding`'s, or else the other's."""
-    rows = {
-        "lm_head": lambda: readable_rows(lm_head, config),
-        "input": lambda: readable_rows(whole(target.get_input_embeddings()), config),
-    }
-    wanted = rows.pop(config.token_embedding)()
-    if wanted is not None:
-        return wanted
-    (name, other), *_ = rows.items()
-    table = other()
-    if table is not None:
-        logger.warning_once(
-            f"The rows of the target's {config.token_embedding.replace('input', 'input embedding')} cannot be read "
-            f"(quantised?): those of its {name.replace('input', 'input embedding')} serve as the heads' token "
-            "embedding, at little loss."
-        )
-    return table
+    names = {"lm_head": "lm_head", "input": "input embedding"}
+    wanted = config.token_embedding
+    for name in sorted(names, key=lambda name: name != wanted):
+        rows = readable_rows(lm_head if name == "lm_head" else whole(target.get_input_embeddings()), config)
+        if rows is not None and name != wanted:
+            logger.warning_once(
+                f"The rows of the target's {names[wanted]} cannot be read (quantised?): those of its {names[name]} "
+                "serve as the heads' token embedding, at little loss."
+            )
+        if rows is not None:
+            return rows
+    return None
 
 
 def device_of(target: nn.Module, part: nn.Module | None = None) -> torch.device:

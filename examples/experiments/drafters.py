@@ -21,6 +21,7 @@ from rivals import RIVALS, RivalHeads
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover.benchmark import batch_of
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.record import speculations
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
@@ -236,12 +237,9 @@ def greedy(
     target: PreTrainedModel, prompts: Sequence[list[int]], max_new_tokens: int, **options: Any
 ) -> tuple[list[list[int]], float]:
     """The texts, all in one batch, and tokens per forward of a row (1 without heads)."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=target.device)
     settings = dict(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
     with speculations() as records:
-        texts = target.generate(ids, attention_mask=mask, **settings, **options)
+        texts = target.generate(**batch_of(prompts, 0, target.device), **settings, **options)
     return texts.tolist(), records[0].tokens_per_forward if records else 1.0
 
 

@@ -10,8 +10,6 @@ import typer
 
 from .inputs import load
 from .options import (
-    CACHES,
-    TREES,
     BatchSizes,
     Caches,
     Device,
@@ -22,8 +20,7 @@ from .options import (
     Prompts,
     Target,
     TrustRemoteCode,
-    node_count,
-    one_of,
+    checked,
 )
 
 
@@ -60,9 +57,7 @@ def benchmark(
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
-    trees = one_of("--tree", tree or [], TREES) or [None]
-    counts = [node_count(word) for word in nodes]
-    one_of("--cache", cache, CACHES)
+    counts, trees = checked(nodes, tree or [], cache), tree or [None]
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
     from .. import benchmark as bench
     from ..prompts import load_prompts

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..variants import CHOICES
+
 
 class ManyValues(typer.core.TyperCommand):
     """A command whose list options take several values after one flag: `--batch-size 1 4 16`."""
@@ -57,12 +59,20 @@ def one_of(flag: str, words: list[str], known: tuple[str, ...]) -> list[str]:
 
 
 # Of the commands that go through prompts at several settings.
-TREES, CACHES = ("global", "levels", "chain"), ("dynamic", "static")
+TREES, CACHES = CHOICES["draft_tree"], ("dynamic", "static")
 Prompts = Annotated[str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")]
 NumPrompts = Annotated[int, typer.Option(min=1, help="How many of them.")]
 BatchSizes = Annotated[list[int], typer.Option(min=1, help="Prompts at once.")]
 NodeCounts = Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")]
 Caches = Annotated[list[str], typer.Option(help="dynamic or static.")]
+
+
+def checked(nodes: list[str], tree: list[str], cache: list[str]) -> list[int | None]:
+    """The numbers of nodes, once all three lists are known to name what there is."""
+    one_of("--tree", tree, TREES)
+    counts = [node_count(word) for word in nodes]
+    one_of("--cache", cache, CACHES)
+    return counts
 
 
 def node_count(word: str) -> int | None:

@@ -8,7 +8,6 @@ import typer
 
 from .inputs import load
 from .options import (
-    CACHES,
     TREES,
     BatchSizes,
     Caches,
@@ -20,8 +19,7 @@ from .options import (
     Prompts,
     Target,
     TrustRemoteCode,
-    node_count,
-    one_of,
+    checked,
 )
 
 
@@ -32,7 +30,7 @@ def verify(
     num_prompts: NumPrompts = 8,
     batch_size: BatchSizes = [1, 3],  # noqa: B006
     nodes: NodeCounts = ["auto", "4", "24"],  # noqa: B006
-    tree: Annotated[list[str], typer.Option(help="global, levels or chain.")] = ["global", "levels", "chain"],  # noqa: B006
+    tree: Annotated[list[str], typer.Option(help="global, levels or chain.")] = list(TREES),  # noqa: B006
     cache: Caches = ["dynamic"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 64,
     dtype: Dtype = "auto",
@@ -47,9 +45,7 @@ def verify(
 
     Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
     """
-    trees = one_of("--tree", tree, TREES)
-    counts = [node_count(word) for word in nodes]
-    one_of("--cache", cache, CACHES)
+    counts = checked(nodes, tree, cache)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
@@ -64,7 +60,7 @@ def verify(
         prompt_set=prompts,
         batch_sizes=batch_size,
         nodes=counts,
-        trees=trees,
+        trees=tree,
         cache_implementations=cache,
         max_new_tokens=max_new_tokens,
         progress=sys.stderr.isatty(),
