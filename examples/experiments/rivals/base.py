@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
-import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -17,7 +16,6 @@ from hf_clover import CloverConfig, CloverHeads
 from hf_clover.decoding import entry, loop
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import TargetRun
-from hf_clover.target_parts import unwrap
 from hf_clover.training.teacher import Teacher
 
 
@@ -34,7 +32,6 @@ class RivalHeads(CloverHeads):
         self.build(config)
         self.generation_config = GenerationConfig()
         object.__setattr__(self, "_borrowed", None)
-        object.__setattr__(self, "_input_embedding", None)
         self.post_init()
 
     def build(self, config: CloverConfig) -> None:
@@ -43,26 +40,15 @@ class RivalHeads(CloverHeads):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **fields: Any) -> "RivalHeads":
-        """Parts that heads of the library have too, under the same names, start as theirs do."""
-        ours = CloverHeads.from_target(target, **{"variant": "clover-2", **cls.fields, **fields})
+        """Tokens are rows of the target's input embedding, as all these papers take them. Parts that heads of the
+        library have too, under the same names, start as theirs do."""
+        fields = {"variant": "clover-2", "token_embedding": "input", **cls.fields, **fields}
+        ours = CloverHeads.from_target(target, **fields)
         config = ours.config
         config.initializer_range = (3 * config.hidden_size) ** -0.5  # torch's own for a linear layer
         heads = cls(config)
         heads.load_state_dict(ours.state_dict(), strict=False)
         return heads.to(device=ours.device, dtype=ours.dtype).bind(target)
-
-    def bind(self, target: PreTrainedModel) -> "RivalHeads":
-        super().bind(target)
-        object.__setattr__(self, "_input_embedding", unwrap(target).get_input_embeddings())
-        return self
-
-    @torch.no_grad()
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., d]: the target's input embedding, frozen, as all these papers take it."""
-        return self._input_embedding(input_ids).to(self.dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_input_embedding": None}
 
 
 @contextmanager
