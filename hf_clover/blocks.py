@@ -4,8 +4,11 @@ Contract: modules of a `CloverConfig`, that know nothing of targets, heads or dr
 `modeling_clover.py` that travels to the Hub with it. A linear layer that does not start at random carries how it
 starts in `start`; `modeling_clover` reads it where weights are made.
 
-Shapes: B batch, T positions, d hidden size, w width of a gated decoder, `...` any leading dimensions.
+Shapes: B batch, T positions, C columns of keys, d hidden size, w width of a gated decoder, `...` any leading
+dimensions.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -77,7 +80,8 @@ class MLPDecoder(nn.Module):
 
 
 class GatedDecoder(nn.Module):
-    """The cell of clover-x: one gated layer of [normalised state; token], added to the state."""
+    """The cell of clover-x: one gated layer of [normalised state; token], added to the state, and of what was read
+    ahead where that is given."""
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
@@ -86,8 +90,10 @@ class GatedDecoder(nn.Module):
         self.gate_up = started_linear(2 * size, 2 * width, bias, "even")
         self.down = started_linear(width, size, bias, "zero")
 
-    def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        return self.add(state, self.gate_up(torch.cat((self.norm(state), embedding), dim=-1)))
+    def forward(self, state: torch.Tensor, embedding: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
+        """`ahead` [..., 2 w] is added to what the first product gives."""
+        gate_up = self.gate_up(torch.cat((self.norm(state), embedding), dim=-1))  # [..., 2 w]
+        return self.add(state, gate_up if ahead is None else gate_up + ahead)
 
     def add(self, state: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         """state [..., d] and what the first product gave [..., 2 w] -> the next state [..., d]."""
@@ -117,6 +123,49 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
+class Looked(NamedTuple):
+    """What a layer's attention looked with, and at."""
+
+    queries: torch.Tensor  # [B, heads, T, head_dim]
+    keys: torch.Tensor  # [B, kv_heads, C, head_dim]
+    values: torch.Tensor  # [B, kv_heads, C, head_dim]
+    mask: torch.Tensor | None  # as `attend` takes it
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """[B, T, heads head_dim]. Without a mask [B, 1, T, C], T queries are causal, and one sees everything."""
+    if mask is None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+    else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
+        groups, head_dim = q.shape[1] // k.shape[1], q.shape[3]
+        rows = q.reshape(q.shape[0], k.shape[1], -1, head_dim)  # [B, kv_heads, groups T, head_dim]
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
+    return out.transpose(1, 2).flatten(-2)
+
+
+def read_ahead(looked: Looked, depth: int) -> torch.Tensor:
+    """[B, T, depth, heads head_dim]: where attention found places like a query's, what stood there, and then what
+    stood one place further on, two places, ... The weights move along the text, so that a copy of it goes on without
+    another look; only what the query may see is read, and a level that finds nothing there reads zeros.
+    """
+    q, k, v, mask = looked
+    columns, levels = k.shape[2], []
+    for level in range(depth):
+        keys, values = k[:, :, : max(columns - level, 0)], v[:, :, level:]
+        if level >= columns:
+            out = torch.zeros_like(q).transpose(1, 2).flatten(-2)  # [B, T, heads head_dim]
+        elif mask is not None:
+            visible = mask[..., level:] & mask[..., : columns - level]  # [B, 1, T, C - level]
+            found = visible.any(-1, keepdim=True)  # [B, 1, T, 1]
+            out = torch.where(found[:, 0], attend(q, keys, values, visible | ~found), 0)
+        elif q.shape[2] == 1:
+            out = attend(q, keys, values, None)
+        else:  # causal, and a query's first `level` places hold nothing to read
+            out = F.pad(attend(q[:, :, level:], keys, values, None), (0, 0, level, 0))
+        levels.append(out)
+    return torch.stack(levels, dim=2)
+
+
 class CloverAttention(nn.Module):
     def __init__(self, config: CloverConfig, layer_idx: int) -> None:
         super().__init__()
@@ -137,7 +186,7 @@ class CloverAttention(nn.Module):
         rope: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         cache: Cache | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Looked]:
         per_head = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
@@ -146,13 +195,7 @@ class CloverAttention(nn.Module):
             q, k = apply_rotary_pos_emb(q, k, *rope)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
-        if mask is None:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-        else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
-            groups = q.shape[1] // k.shape[1]
-            rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
-            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+        return self.o_proj(attend(q, k, v, mask)), Looked(q, k, v, mask)
 
 
 class CloverMLP(nn.Module):
@@ -189,11 +232,23 @@ class AugmentingLayer(nn.Module):
         mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
+        return self.look(x, rope, mask, cache)[0]
+
+    def look(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> tuple[torch.Tensor, Looked | None]:
+        """As `forward`, with what its attention looked at."""
+        looked = None
         if self.self_attn is not None:
-            x = x + self.self_attn(self.input_layernorm(x), rope, mask, cache)
+            attended, looked = self.self_attn(self.input_layernorm(x), rope, mask, cache)
+            x = x + attended
         if self.mlp is not None:
             x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+        return x, looked
 
 
 __all__ = [
@@ -204,7 +259,9 @@ __all__ = [
     "CloverRMSNorm",
     "EntryProjector",
     "GatedDecoder",
+    "Looked",
     "MLPDecoder",
     "ResidualBlock",
+    "read_ahead",
     "started_linear",
 ]

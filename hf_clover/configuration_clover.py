@@ -42,6 +42,9 @@ class CloverConfig(PreTrainedConfig):
         decoder_width (`int`, *optional*): of a gated decoder; the hidden size by default.
         entry (`str`, *optional*): what stands before the block where something does: a `"decoder"` like the others, or
             `"fc"`, a linear layer of state and token.
+        read_ahead (`bool`, *optional*): a gated decoder is also told what the last layer's attention found, and at
+            each level what stood one place further on: a copy of earlier text goes on without attention in the draft.
+            `None` is yes for clover-x as long as it has both.
         regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
             starts from the Augmenting Block's output and the target's own token.
         output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`
@@ -93,6 +96,7 @@ class CloverConfig(PreTrainedConfig):
     decoder_activation: str | None = None
     decoder_width: int | None = None
     entry: str | None = None
+    read_ahead: bool | None = None
     regressive: bool = True
     output_projector: str | None = None
     token_embedding: str | None = None
@@ -121,6 +125,7 @@ class CloverConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self._validate_what_transformers_reads(kwargs)
         self._require_choice("variant")
+        leaves_open = self.read_ahead is None
         for field, value in VARIANTS[self.variant].items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
@@ -130,6 +135,8 @@ class CloverConfig(PreTrainedConfig):
             self.decoder_num_heads = self.num_attention_heads
         if self.decoder_width is None and isinstance(self.hidden_size, int):
             self.decoder_width = self.hidden_size
+        if leaves_open and self.read_ahead:
+            self.read_ahead = self._can_read_ahead
         self._validate_clover()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -172,6 +179,12 @@ class CloverConfig(PreTrainedConfig):
         return self.regressive and self.output_projector != "residual" and self.num_later_heads > 0
 
     @property
+    def _can_read_ahead(self) -> bool:
+        """Whether there is attention to read with, and a cell to be told; judged before anything was checked."""
+        looks = self.augmenting_block in ("full", "attention") and self.num_augmenting_layers != 0
+        return looks and self.decoder == "gated" and (self.decoder_position, self.num_heads) != ("before", 1)
+
+    @property
     def num_later_heads(self) -> int:
         """The heads that decode a token: all, or all but head 0 where the first decoder stands before the block."""
         return self.num_heads - (self.decoder_position == "before")
@@ -210,6 +223,7 @@ class CloverConfig(PreTrainedConfig):
         for field in ("head_dim", "draft_depth", "draft_vocab_size"):
             self._require_int(field, 1, optional=True)
         for field in (
+            "read_ahead",
             "regressive",
             "normalize_embeddings",
             "normalize_hidden_states",
@@ -252,6 +266,8 @@ class CloverConfig(PreTrainedConfig):
         if self.decoder == "none" or not self.regressive:
             wanted = "'fc' or 'residual' without a decoder or the Regressive Connection: all heads would say the same"
             self._require("output_projector", self.output_projector != "none", wanted)
+        wanted = "False without a gated decoder, or without attention in the Augmenting Block"
+        self._require("read_ahead", not self.read_ahead or self._can_read_ahead, wanted)
         if self.decoder == "attention":
             divides = self.hidden_size % self.decoder_num_heads == 0
             self._require("decoder_num_heads", divides, f"a divisor of hidden_size={self.hidden_size}")
@@ -268,7 +284,8 @@ class CloverConfig(PreTrainedConfig):
         d, head_dim = self.hidden_size, self.head_dim or self.hidden_size // self.num_attention_heads
         projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * head_dim
         block = self.num_augmenting_layers * d * (projections + 3 * self.intermediate_size)
-        cell = 5 * d * self.decoder_width if self.decoder == "gated" else 0
+        read = 2 * self.num_attention_heads * head_dim if self.read_ahead else 0
+        cell = (5 * d + read) * self.decoder_width if self.decoder == "gated" else 0
         parameters = block + (8 + 2 * self.num_heads) * d * d + 2 * cell
         wanted = f"smaller: with the other sizes it makes heads of about {parameters:.1e} parameters"
         self._require("hidden_size", parameters <= MOST_PARAMETERS, wanted)

@@ -1,5 +1,7 @@
 """clover-x: what it computes, how it starts in balance whatever the target's sizes, and that it changes no token."""
 
+import itertools
+
 import pytest
 import torch
 from fitting import fit
@@ -9,8 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
+from hf_clover.blocks import Looked, read_ahead
 from hf_clover.cards import render
 from hf_clover.configuration_clover import VARIANTS
+from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import capture_before_final_norm
 from hf_clover.scales import embedding_scale, hidden_state_scale
 from hf_clover.target_parts import find_decoder
@@ -61,6 +65,98 @@ def states_of(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- what it computes
 
 
+def read_one_by_one(looked: Looked, depth: int, starts: tuple[int, ...] = (0, 0, 0)) -> torch.Tensor:
+    """The slow twin of `read_ahead`, for a text whose rows begin at `starts`: place by place, head by head."""
+    q, k, v, _ = looked
+    batch, heads, length, size = q.shape
+    group = heads // k.shape[1]
+    out = torch.zeros(batch, length, depth, heads, size)
+    for row, head, t, level in itertools.product(range(batch), range(heads), range(length), range(depth)):
+        places = list(range(starts[row], t - level + 1))
+        if places:
+            keys, values = k[row, head // group], v[row, head // group]
+            weights = torch.stack([q[row, head, t] @ keys[p] for p in places]).div(size**0.5).softmax(0)
+            out[row, t, level, head] = sum(w * values[p + level] for w, p in zip(weights, places, strict=True))
+    return out.flatten(-2)
+
+
+def looked_at(mask: torch.Tensor | None = None, batch: int = 3, length: int = 6) -> Looked:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((batch, 4, length, 8), (batch, 2, length, 8), (batch, 2, length, 8))
+    return Looked(*(torch.randn(size, generator=generator) for size in sizes), mask)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 9])
+def test_reading_ahead_moves_the_weights_along_the_text(depth):
+    looked = looked_at()
+    torch.testing.assert_close(read_ahead(looked, depth), read_one_by_one(looked, depth))
+
+
+def test_reading_ahead_sees_a_rows_own_text_only():
+    """Left padding, and documents packed behind each other: what stands before a row's start is never read."""
+    starts = (0, 2, 5)
+    columns = torch.arange(6)
+    mask = (columns <= columns[:, None]) & (columns >= torch.tensor(starts)[:, None, None])  # [B, T, C]
+    looked = looked_at(mask[:, None])
+    expected = read_one_by_one(looked, 4, starts)
+    torch.testing.assert_close(read_ahead(looked, 4), expected)
+    assert expected[2, 5, 0].any()
+    assert not expected[2, 5, 1:].any()  # one place, with nothing behind it
+
+
+def test_reading_ahead_from_the_last_place_alone():
+    whole, last = looked_at(), looked_at()
+    last = last._replace(queries=last.queries[:, :, -1:])
+    torch.testing.assert_close(read_ahead(last, 8), read_ahead(whole, 8)[:, -1:])
+
+
+def test_reading_ahead_learns_even_where_there_is_nothing_to_read():
+    mask = torch.zeros(3, 1, 6, 6, dtype=torch.bool)
+    mask[0] = torch.ones(6, 6).tril().bool()
+    looked = looked_at(mask)
+    for tensor in looked[:3]:
+        tensor.requires_grad_()
+    out = read_ahead(looked, 8)
+    assert not out[1:].any()
+    out.square().sum().backward()
+    assert all(tensor.grad.isfinite().all() and tensor.grad[0].any() for tensor in looked[:3])
+
+
+@pytest.mark.parametrize("padding", [(0, 0, 0), (4, 0, 2)], ids=["even", "padded"])
+@torch.no_grad()
+def test_a_drafted_chain_is_what_one_pass_says(padding):
+    """Rows of different lengths, in steps of different counts, drafted together as each is alone."""
+    target = make_target()
+    heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=5), 0.5)
+    ids = torch.randint(VOCABULARY, (3, 15))
+    hidden = torch.randn(3, 14, SIZE)
+    mask = torch.arange(8) >= torch.tensor(padding)[:, None]  # of a prompt of 8
+    drafter = CloverCandidateGenerator(heads, mask if any(padding) else None)
+    positions = (torch.arange(14) - torch.tensor(padding)[:, None]).clamp(min=0)
+    lengths = [8, 8, 8]
+    drafter.extend(hidden[:, :8], ids[:, 1:9], positions[:, :8], [8, 8, 8])
+    for counts in ((0, 0, 0), (3, 1, 2), (2, 0, 4), (1, 1, 0)):
+        if any(counts):
+            index = torch.tensor(lengths)[:, None] + torch.arange(max(counts))  # [B, m]
+            index = index.clamp(max=13)
+            pick = index[..., None].expand(-1, -1, SIZE)
+            new = hidden.gather(1, pick), ids.gather(1, index + 1), positions.gather(1, index)
+            drafter.extend(*new, counts)
+            lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        tree = drafter.draft(5, shape="chain")
+        for row, length in enumerate(lengths):
+            own = slice(padding[row], length)
+            text, states = ids[row, padding[row] + 1 : length + 1][None], hidden[row, own][None]
+            first, looked = heads._encode(states, text, None, None, None)
+            state, ahead = heads.begin(first, *looked[1:], 5)
+            state, token, chain = state[:, -1], text[:, -1], []
+            for level in range(5):
+                out, state = heads.step(level, state, token, ahead[:, -1, level])
+                token = heads.score(out).argmax(-1)
+                chain.append(token.item())
+            assert tree.tokens[row, 1:].tolist() == chain
+
+
 @torch.no_grad()
 def test_the_network_in_plain_tensor_operations():
     """Norm, projector, block, and for every head one gated layer of state and token, all heads with one set of
@@ -78,14 +174,17 @@ def test_the_network_in_plain_tensor_operations():
     x = x[..., 0] + fc.bias
     rope = heads.rotary_emb(x, torch.arange(9)[None])
     for layer in heads.layers:
-        x = layer(x, rope, None, None)
+        x, looked = layer.look(x, rope, None, None)
     state = x  # [B, T, d]
     torch.testing.assert_close(out.state, state, atol=1e-5, rtol=1e-5)
+    read = read_one_by_one(looked, 4)  # [B, T, 4, d]
     width = heads.config.decoder_width
     gate, up = cell.gate_up.weight[:width], cell.gate_up.weight[width:]
     for level in range(4):
         seen = torch.cat((cell.norm(state), embedded[:, level:]), -1)  # [B, T - level, 2 d]
-        state = state + (F.silu(seen @ gate.T) * (seen @ up.T)) @ cell.down.weight.T
+        told = read[:, : 9 - level, level] @ heads.ahead.weight.T  # [B, T - level, 2 w]
+        gated = F.silu(seen @ gate.T + told[..., :width]) * (seen @ up.T + told[..., width:])
+        state = state + gated @ cell.down.weight.T
         expected = heads.head_norm(state)
         torch.testing.assert_close(out.head_outputs[level, :, : 9 - level], expected, atol=1e-5, rtol=1e-5)
         state = state[:, :-1]
@@ -149,7 +248,8 @@ def test_every_target_gives_inputs_of_the_same_size(embedding_rms, state_rms, no
     assert rms(scale * final) == pytest.approx(1.0, rel=0.3)
     entered = heads.entry_decoder(scale * final, torch.zeros(4, 12, SIZE))
     torch.testing.assert_close(entered, scale * final)
-    torch.testing.assert_close(heads.encode(hidden, ids), scale * final + heads.embed(ids))
+    states = heads.encode(hidden, ids)[..., :SIZE]
+    torch.testing.assert_close(states, scale * final + heads.embed(ids))
     out = heads(hidden, ids).head_outputs[0]
     assert rms(out) == pytest.approx(rms(final), rel=0.3)
 
@@ -255,7 +355,7 @@ def test_targets_with_other_norms():
     rope = heads.rotary_emb(x, torch.arange(5)[None])
     for layer in heads.layers:
         x = layer(x, rope, None, None)
-    torch.testing.assert_close(heads.encode(hidden, ids), x)
+    torch.testing.assert_close(heads.encode(hidden, ids)[..., :64], x)
 
 
 # ---------------------------------------------------------------------- no token is changed

@@ -93,6 +93,23 @@ def test_a_variant_is_a_preset(variant):
 EMPTY = (("medusa", "output_projector", "none"), ("clover-x", "decoder", "none"))  # all heads would be one
 
 
+NOTHING_TO_READ_WITH = (
+    ("decoder", "attention"),
+    ("decoder", "none"),
+    ("augmenting_block", "none"),
+    ("num_augmenting_layers", 0),
+)
+
+
+@pytest.mark.parametrize(("field", "value"), NOTHING_TO_READ_WITH)
+def test_reading_ahead_needs_attention_and_a_cell(field, value):
+    others = {"output_projector": "fc"} if value == "none" else {}
+    assert tiny(variant="clover-x", **others).read_ahead
+    assert not tiny(variant="clover-x", **{field: value}, **others).read_ahead
+    with pytest.raises(ValueError, match=r"`read_ahead=True` is impossible: it must be False without a gated decoder"):
+        tiny(variant="clover-x", read_ahead=True, **{field: value}, **others)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_part_of_a_preset_is_a_field(variant):
     """Each field of the preset can be set to what another variant has, and nothing else changes."""
@@ -105,12 +122,19 @@ def test_every_part_of_a_preset_is_a_field(variant):
                 with pytest.raises(ValueError, match=r"output_projector='none'.*without a decoder"):
                     tiny(variant=variant, **{field: value})
                 continue
+            if field == "read_ahead" and value and variant != "clover-x":
+                with pytest.raises(ValueError, match=r"read_ahead=True.*must be False without a gated decoder"):
+                    tiny(variant=variant, read_ahead=True)
+                continue
             changed = tiny(variant=variant, **{field: value}).to_dict()
             assert changed.pop(field) == value
             expected = {k: v for k, v in preset.items() if k != field}
             if field == "num_heads":  # the only field that another follows
                 assert changed.pop("draft_depth") == value
                 expected.pop("draft_depth")
+            if variant == "clover-x" and (field, value) in NOTHING_TO_READ_WITH:
+                assert changed.pop("read_ahead") is False
+                expected.pop("read_ahead")
             assert changed == expected
 
 

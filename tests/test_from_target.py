@@ -181,7 +181,7 @@ def check_the_copies(model: nn.Module, heads: CloverHeads, copied: tuple[str, ..
     rope = heads.rotary_emb(seen.before, torch.arange(length)[None])
     for layer in heads.layers:
         with torch.no_grad():
-            between = seen.before + layer.self_attn(layer.input_layernorm(seen.before), rope, None, None)
+            between = seen.before + layer.self_attn(layer.input_layernorm(seen.before), rope, None, None)[0]
             after = seen.between + layer.mlp(layer.post_attention_layernorm(seen.between))
             whole = layer(seen.before, rope, None, None)
         for half, actual, expected, before in (

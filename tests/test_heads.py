@@ -156,11 +156,16 @@ def test_unbound_heads_say_what_to_do():
 # ---------------------------------------------------------------------- one at a time, with the cache
 
 
-def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """All heads from one state [B, d] with the data's own tokens [B, K] -> [K, B, d]."""
-    first_state, outputs = state, []
-    for level in range(heads.config.num_heads):
-        out, state = heads.step(level, state, tokens[:, level if heads.config.regressive else 0])
+def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cache: TreeCache) -> torch.Tensor:
+    """All heads from what `encode` gave last [B, ...] with the data's own tokens [B, K] -> [K, B, d]."""
+    count, outputs = heads.config.num_heads, []
+    ahead = [()] * count
+    if heads.config.read_ahead:
+        state, ahead = heads.begin(state[:, None], *cache.export(-1, cache.lengths[0]), None, count)
+        state, ahead = state[:, 0], [(ahead[:, 0, level],) for level in range(count)]
+    first_state = state
+    for level in range(count):
+        out, state = heads.step(level, state, tokens[:, level if heads.config.regressive else 0], *ahead[level])
         outputs.append(out)
         assert heads.config.regressive or torch.equal(state, first_state)
     return torch.stack(outputs)
@@ -175,6 +180,8 @@ def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor) -> t
         dict(decoder_position="after"),
         dict(variant="clover", augmenting_block="mlp"),
         dict(qk_norm=True, use_rope=False),
+        dict(variant="clover-x", read_ahead=False),
+        dict(variant="clover-x", num_key_value_heads=2, num_augmenting_layers=2, num_heads=8, decoder_width=5),
     ],
     ids=str,
 )
@@ -192,8 +199,8 @@ def test_step_by_step_equals_one_pass(fields, prefix):
                 with cache.staged(1):
                     states = heads.encode(hidden[:, t : t + 1], ids[:, t : t + 1], past_key_values=cache)
                 cache.commit([[0], [0]])
-            torch.testing.assert_close(states[:, -1], whole.state[:, t], atol=1e-5, rtol=1e-5)
-            chain = chain_of(heads, states[:, -1], ids[:, t : t + count])
+            torch.testing.assert_close(states[:, -1, :SIZE], whole.state[:, t], atol=1e-5, rtol=1e-5)
+            chain = chain_of(heads, states[:, -1], ids[:, t : t + count], cache)
             torch.testing.assert_close(chain, whole.head_outputs[:, :, t], atol=1e-5, rtol=1e-5)
 
 
@@ -213,11 +220,11 @@ def test_staged_rejected_entries_leave_no_trace():
             positions = torch.arange(3, 6)[None]
             states = heads.encode(hidden[:, 3:6], mixed, visible, positions, cache)
         cache.commit([[0]])
-        torch.testing.assert_close(states[:, 0], whole[:, 3], atol=1e-5, rtol=1e-5)
-        assert not torch.allclose(states[:, 1], whole[:, 4], atol=1e-3)
+        torch.testing.assert_close(states[:, 0, :SIZE], whole[:, 3], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(states[:, 1, :SIZE], whole[:, 4], atol=1e-3)
         with cache.staged(1):
             states = heads.encode(hidden[:, 4:5], ids[:, 4:5], past_key_values=cache)
-        torch.testing.assert_close(states[:, 0], whole[:, 4], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(states[:, 0, :SIZE], whole[:, 4], atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------- ablations
@@ -252,6 +259,8 @@ OTHERS = [
     dict(decoder_position="before"),
     dict(decoder_position="after", augmenting_block="none"),
     dict(entry="decoder"),
+    dict(read_ahead=False),
+    dict(augmenting_block="attention", num_key_value_heads=2),
     dict(output_projector="fc"),
     dict(output_projector="residual"),
 ]

@@ -26,6 +26,7 @@ from continuations import Data, load_data
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
+from hf_clover.decoding.cache import TreeCache
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import capture_before_final_norm
 from hf_clover.last_layer import LastLayer
@@ -103,10 +104,18 @@ def chains(heads: CloverHeads, texts: torch.Tensor, states: torch.Tensor) -> lis
     depth = heads.config.draft_depth if not heads.config.can_draft_beyond_heads else DEPTH
     first, alive, shares = texts.shape[1] - CONTINUED - 1, None, []
     count = CONTINUED - depth  # of positions from which a whole chain can be looked at
-    x = heads.encode(states[:, :-1], texts[:, 1:])[:, first : first + count]  # [N, P, d]
+    cache = TreeCache(heads.config.num_augmenting_layers)
+    x = heads.encode(states[:, :-1], texts[:, 1:], past_key_values=cache)[:, first : first + count]  # [N, P, ...]
+    ahead = None
+    if heads.config.read_ahead:
+        cache.finish_filling(len(texts))
+        ends = first + torch.arange(count, device=x.device)  # [P]
+        visible = torch.arange(states.shape[1] - 1, device=x.device) <= ends[:, None]  # [P, T - 1]
+        mask = visible.expand(len(texts), 1, -1, -1)
+        x, ahead = heads.begin(x, *cache.export(-1, states.shape[1] - 1), mask, depth)  # [N, P, d], [N, P, depth, 2 w]
     tokens = texts[:, first + 1 : first + 1 + count]  # [N, P]
     for level in range(depth):
-        out, x = heads.step(level, x, tokens)
+        out, x = heads.step(level, x, tokens, None if ahead is None else ahead[:, :, level])
         tokens = heads.score(out).argmax(-1)
         right = tokens == texts[:, first + 2 + level : first + 2 + level + count]
         alive = right if alive is None else alive & right

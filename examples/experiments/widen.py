@@ -132,6 +132,9 @@ def widen_heads(
                 _fill_layer(layer, its_layer, places)
         elif name == "decoder" and old.decoder == "gated":
             _fill_gated(module, its, places)
+        elif name == "ahead":
+            rows = _gate_and_up(heads.decoder, new.decoder)
+            _fill_linear(module, its, rows, places.queries, rest_is_zero=True)
         elif name in ("entry_decoder", "decoder") and hasattr(its, "q"):
             _fill_norm(module.norm, its.norm, places)
             for part in ("q", "k"):
@@ -207,9 +210,13 @@ def _fill_layer(new: nn.Module, old: nn.Module, places: _Places) -> None:
 def _fill_gated(new: nn.Module, old: nn.Module, places: _Places) -> None:
     width = torch.arange(old.down.in_features)
     _fill_norm(new.norm, old.norm, places)
-    gate_and_up = torch.cat((width, width + new.down.in_features))
-    _fill_linear(new.gate_up, old.gate_up, gate_and_up, places.state_and_token)
+    _fill_linear(new.gate_up, old.gate_up, _gate_and_up(old, new), places.state_and_token)
     _fill_linear(new.down, old.down, places.residual, width, rest_is_zero=True)
+
+
+def _gate_and_up(old: nn.Module, new: nn.Module) -> torch.Tensor:
+    width = torch.arange(old.down.in_features)
+    return torch.cat((width, width + new.down.in_features))
 
 
 def _fill_linear(

@@ -173,5 +173,11 @@ def draft_step(
 ) -> tuple[torch.Tensor, ...]:
     """`take_in`, then the tree's tensors."""
     state = take_in(heads, cache, hidden, next_tokens, positions, counts, state)
-    tree = grow(heads, step, state, roots, nodes, shape, foresight)
+    looked_at = None
+    if heads.config.read_ahead:
+        text, layer = cache.slots.text, cache.layers[-1]
+        ends = cache.slots.starts + counts[:, None]  # [B, 1]
+        visible = text & (torch.arange(text.shape[1], device=text.device) < ends)  # [B, C]
+        looked_at = layer.keys, layer.values, visible[:, None, None]
+    tree = grow(heads, step, state, looked_at, roots, nodes, shape, foresight)
     return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid

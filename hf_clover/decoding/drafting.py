@@ -84,13 +84,17 @@ def grow(
     heads: CloverHeads,
     step: Step,
     state: torch.Tensor,
+    looked_at: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None",
     roots: torch.Tensor,
     nodes: int,
     shape: str,
     foresight: Foresight | None = None,
 ) -> Tree:
-    """The tree below `roots` [B], drafted from `state` [B, d]."""
-    config = heads.config
+    """The tree below `roots` [B], drafted from what `encode` gave last [B, ...]; `looked_at` is what `begin` takes
+    beside it, where these heads read ahead."""
+    config, ahead = heads.config, None
+    if looked_at is not None:
+        state, ahead = (each[:, 0] for each in heads.begin(state[:, None], *looked_at, min(nodes, config.draft_depth)))
     states = state[:, None]  # [B, W, d] of the beams of the level before
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
@@ -101,7 +105,8 @@ def grow(
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
-        out, states = step(level, states, tokens)
+        read = () if ahead is None else (ahead[:, level, None],)  # [B, 1, 2 w]
+        out, states = step(level, states, tokens, *read)
         return heads.score(out)  # [B, W, V]
 
     return grow_in_shape(heads, expand, roots, nodes, shape, foresight)
@@ -133,7 +138,7 @@ class CloverCandidateGenerator(CandidateGenerator):
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_augmenting_layers) if self.config.has_augmenting_block else None
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
-        self.state: torch.Tensor | None = None  # [B, d] what head 0 starts from
+        self.state: torch.Tensor | None = None  # [B, ...] what `encode` gave at the text's end
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
         self.forwards = 0  # of the target, in transformers' own assisted loop
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
@@ -242,7 +247,24 @@ class CloverCandidateGenerator(CandidateGenerator):
             return root_only(self.roots)
         self._catch_up()
         self._step = self._step or stepper(self.heads)
-        return grow(self.heads, self._step, self.state, self.roots, nodes, shape or self.config.draft_tree, foresight)
+        shape = shape or self.config.draft_tree
+        return grow(self.heads, self._step, self.state, self._looked_at(), self.roots, nodes, shape, foresight)
+
+    def _looked_at(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+        """Of the last layer, keys and values of the text so far [B, kv_heads, C, head_dim], and which of them are a
+        row's own [B, 1, 1, C] (None where all are)."""
+        if not self.config.read_ahead:
+            return None
+        lengths = self.cache.lengths
+        keys, values = self.cache.export(-1, max(lengths))
+        if self.prompt_mask is None and self.cache.slots.is_even:
+            return keys, values, None
+        columns = torch.arange(keys.shape[2], device=keys.device)  # [C]
+        visible = columns < self.cache.slots.starts_on(keys.device)  # [B, C]
+        if self.prompt_mask is not None:
+            width = min(self.prompt_mask.shape[1], len(columns))
+            visible[:, :width] &= self.prompt_mask[:, :width].to(keys.device)
+        return keys, values, visible[:, None, None]
 
     # ------------------------------------------------------------------ transformers' own assisted loop
 

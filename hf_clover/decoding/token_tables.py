@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..modeling_clover import AttentionDecoder, CloverHeads
 
-Step = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # with the arguments of `CloverHeads.step`
 
 _tables: WeakKeyDictionary[CloverHeads, tuple[tuple[Any, ...], "TokenTables"]] = WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ def stepper(heads: CloverHeads) -> Step:
         kept = version, TokenTables.of(heads)
         _tables[heads] = kept
     tables = kept[1]
-    return lambda level, state, tokens: tables.step(heads, level, state, tokens)
+    return lambda level, state, tokens, ahead=None: tables.step(heads, level, state, tokens, ahead)
 
 
 @torch.no_grad()
@@ -91,7 +91,12 @@ class TokenTables:
         return cls(torch.cat(parts, dim=1), decoder_half, state_half)
 
     def step(
-        self, heads: CloverHeads, level: int, state: torch.Tensor, tokens: torch.Tensor
+        self,
+        heads: CloverHeads,
+        level: int,
+        state: torch.Tensor,
+        tokens: torch.Tensor,
+        ahead: "torch.Tensor | None" = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if level == 0 and heads.config.decoder_position == "before":
             return heads.step(level, state, tokens)
@@ -100,7 +105,7 @@ class TokenTables:
             looked_up, token_half = looked_up.split((looked_up.shape[-1] - state.shape[-1], state.shape[-1]), dim=-1)
         if self.decoder_half is not None:
             product = F.linear(heads.decoder.norm(state), self.decoder_half) + looked_up  # [..., 2 w]
-            decoded = heads.decoder.add(state, product)  # [..., d]
+            decoded = heads.decoder.add(state, product if ahead is None else product + ahead)  # [..., d]
         else:
             decoded = _attended(heads.decoder, state, *looked_up.chunk(2, dim=-1))  # [..., d]
         if self.state_half is not None:
