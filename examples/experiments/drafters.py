@@ -24,6 +24,7 @@ from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
 from hf_clover.benchmark import batch_of
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.record import speculations
+from hf_clover.training.optimizers import MUON_RATE, muon_rate
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
 from hf_clover.training.teacher import Teacher
 
@@ -101,6 +102,8 @@ class Classroom:
 
     def train(self, drafter: Drafter, tokens: int, seed: int, optimizer: dict[str, Any]) -> Trained:
         steps = math.ceil(tokens / (self.batch_size * self.data.mean_length))
+        if rate := optimizer.get("muon_learning_rate"):  # more in a short run, as ours has it by default
+            optimizer = {**optimizer, "muon_learning_rate": rate * muon_rate(steps) / MUON_RATE}
         set_seed(seed)
         heads = drafter.make(self.target)
         on_gpu = self.target.device.type == "cuda"

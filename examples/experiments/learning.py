@@ -268,7 +268,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", nargs="+", type=float, help=f"AdamW's, to choose from, for all but {OURS} and clover-2"
     )
-    parser.add_argument("--muon-rates", nargs="*", type=float, help="Muon's likewise")
+    parser.add_argument("--muon-rates", nargs="*", type=float, help="Muon's likewise, of a run of 400 steps or more")
     parser.add_argument("--tuning-tokens", type=int, help="in each of the runs that choose")
     parser.add_argument("--samples", type=int, help="continuations to learn from; a larger budget repeats them")
     parser.add_argument("--test-samples", type=int, help="held-out continuations to measure chains on")

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..modeling_clover import CloverHeads
 from ..target_parts import unwrap
-from .config import MUON_RATES, CloverTrainingConfig
-from .optimizers import HAS_MUON, MuonAndAdamW
+from .config import WITH_MUON, CloverTrainingConfig
+from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, MuonAndAdamW
 from .teacher import loading_whole
 
 _NO_LOGITS = "heads give no logits to compute it from; accuracies and acceptance lengths are logged by themselves"
@@ -59,7 +59,8 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
 
 def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: Any, optimizer: Any) -> Any:
     """Set what the user left open to what the heads' variant is trained with; returns the kind of optimizer and its
-    arguments, or None where it is to be the one that transformers would make, or the user's own `optimizer`."""
+    arguments, or None where it is to be the one that transformers would make, or the user's own `optimizer`. The rate
+    of Muon stays open until the number of steps is known."""
     config = heads.config
     if args.loss_type is None:
         args.loss_type = config.loss_type
@@ -75,12 +76,16 @@ def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: A
     against = [reason for reason, applies in reasons.items() if applies]
     if args.muon_learning_rate and against:
         raise ValueError(f"`muon_learning_rate={args.muon_learning_rate}` {against[0]}: leave it out, or set it to 0.")
-    if args.muon_learning_rate is None:
-        args.muon_learning_rate = 0.0 if against or peft_config is not None else MUON_RATES[config.variant]
-    if not args.muon_learning_rate:
+    if args.muon_learning_rate is None and (against or peft_config is not None or not WITH_MUON[config.variant]):
+        args.muon_learning_rate = 0.0
+    with_muon = args.muon_learning_rate != 0
+    if args.weight_decay is None:
+        args.weight_decay = MUON_DECAY if with_muon else 0.0
+    if not with_muon:
         return None
+    rate = MUON_RATE if args.muon_learning_rate is None else args.muon_learning_rate
     options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    return MuonAndAdamW, {"lr": args.learning_rate, "muon_lr": args.muon_learning_rate, **options}
+    return MuonAndAdamW, {"lr": args.learning_rate, "muon_lr": rate, **options}
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer | None, teacher_model: nn.Module) -> None:

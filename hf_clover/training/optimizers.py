@@ -12,6 +12,16 @@ import torch
 from torch import nn
 
 HAS_MUON = hasattr(torch.optim, "Muon")  # torch 2.9 and later
+# By measure, on two targets with 40, 400 and 4,000 steps (examples/experiments). A step moves a matrix by its rate at
+# most: a run too short to get away from where it started takes larger ones. The decay keeps the matrices of a long run
+# from growing until steps change nothing.
+MUON_RATE, MUON_DECAY = 0.02, 0.1
+FULL_RUN, MOST_TIMES = 400, 4.0
+
+
+def muon_rate(steps: int) -> float:
+    """For a run of so many steps."""
+    return MUON_RATE * min(max((FULL_RUN / max(steps, 1)) ** 0.5, 1.0), MOST_TIMES)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -44,6 +54,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__([group for part in self.parts for group in part.param_groups], {})
         self._share_groups()
 
+    def set_muon_rate(self, rate: float) -> None:
+        for part in self.parts:
+            if isinstance(part, torch.optim.Muon):
+                for group in part.param_groups:
+                    group["lr"] = rate
+
     def _share_groups(self) -> None:
         """The parts' groups are this optimizer's own: what a schedule changes here, it changes there."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
@@ -75,4 +91,4 @@ def _chosen(groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]
     return [group for group in chosen if group["params"]]
 
 
-__all__ = ["HAS_MUON", "MuonAndAdamW"]
+__all__ = ["HAS_MUON", "MUON_DECAY", "MUON_RATE", "MuonAndAdamW", "muon_rate"]

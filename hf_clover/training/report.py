@@ -16,6 +16,7 @@ _SETTINGS = (
     "loss_type",
     "learning_rate",
     "muon_learning_rate",
+    "weight_decay",
     "lr_scheduler_type",
     "num_train_epochs",
     "max_length",

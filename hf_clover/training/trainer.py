@@ -59,6 +59,7 @@ from .losses import (
     weighted_loss,
 )
 from .metrics import HeadMetrics
+from .optimizers import muon_rate
 from .precompute import TargetStatesCollator, precompute_targets
 from .report import results_of
 from .storage import WholeCheckpoints
@@ -263,6 +264,13 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         """As [`~transformers.Trainer.train`]. Ctrl-C ends it after the current step, with a checkpoint."""
         with self._stop_on_interrupt.listening():
             return super().train(*args, **kwargs)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As [`~transformers.Trainer.create_scheduler`]: only here the number of steps is known, and Muon's rate."""
+        if self.args.muon_learning_rate is None:
+            self.args.muon_learning_rate = muon_rate(num_training_steps)
+            getattr(self.optimizer, "optimizer", self.optimizer).set_muon_rate(self.args.muon_learning_rate)
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_checkpoint(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_clover import CloverHeads
 from hf_clover.training import optimizers
-from hf_clover.training.optimizers import MuonAndAdamW
+from hf_clover.training.optimizers import MuonAndAdamW, muon_rate
 
 
 def network() -> nn.Module:
@@ -87,7 +87,7 @@ def test_only_matrices_and_no_matrices() -> None:
 # ------------------------------------------------------------------------------------------------ the recipe
 
 OWN = {
-    "clover-x": ("kl", 0.0, 0.02),
+    "clover-x": ("kl", 0.0, 0.08),  # of a run of two steps
     "clover-2": ("clover-2", 10.0, 0.0),
     "clover": ("clover", 0.0, 0.0),
     "medusa": ("clover", 0.0, 0.0),
@@ -104,7 +104,34 @@ def test_a_variant_is_trained_by_its_own_recipe(tmp_path: Path, variant: str) ->
     assert terms.token_loss == args.loss_type == trainer.heads.config.loss_type
     is_muon = isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
     assert is_muon == (variant == "clover-x")
+    assert args.weight_decay == (0.1 if is_muon else 0.0)
     assert losses(trainer)
+
+
+def test_a_short_run_takes_larger_steps(tmp_path: Path) -> None:
+    rates = {steps: muon_rate(steps) for steps in (1, 25, 100, 400, 401, 100_000)}
+    assert rates == pytest.approx({1: 0.08, 25: 0.08, 100: 0.04, 400: 0.02, 401: 0.02, 100_000: 0.02})
+    options = {"variant": "clover-x", "num_heads": 2}
+    seen: dict[Any, list[float]] = {}
+    for given in (None, 0.005):
+        trainer = make_trainer(
+            tmp_path, make_target(), model_init_kwargs=options, max_steps=64, muon_learning_rate=given, warmup_steps=0
+        )
+        trainer.create_optimizer_and_scheduler(num_training_steps=64)
+        seen[given] = [group["lr"] for group in trainer.optimizer.parts[0].param_groups]
+        assert trainer.args.muon_learning_rate == seen[given][0]
+        assert {group["lr"] for group in trainer.optimizer.parts[1].param_groups} == {trainer.args.learning_rate}
+    assert set(seen[None]) == {0.05}
+    assert set(seen[0.005]) == {0.005}
+
+
+@pytest.mark.parametrize("given", [0.0, 0.3])
+def test_the_users_own_weight_decay(tmp_path: Path, given: float) -> None:
+    options = {"variant": "clover-x", "num_heads": 2}
+    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, weight_decay=given)
+    trainer.create_optimizer_and_scheduler(num_training_steps=2)
+    assert {group["weight_decay"] for group in trainer.optimizer.parts[0].param_groups} == {given}
+    assert {group["weight_decay"] for group in trainer.optimizer.parts[1].param_groups} == {0.0}
 
 
 def test_what_the_user_says_goes_first(tmp_path: Path) -> None:
