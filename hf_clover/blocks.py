@@ -231,17 +231,8 @@ class AugmentingLayer(nn.Module):
         rope: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         cache: Cache | None,
-    ) -> torch.Tensor:
-        return self.look(x, rope, mask, cache)[0]
-
-    def look(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        mask: torch.Tensor | None,
-        cache: Cache | None,
     ) -> tuple[torch.Tensor, Looked | None]:
-        """As `forward`, with what its attention looked at."""
+        """[B, T, d], and what its attention looked at."""
         looked = None
         if self.self_attn is not None:
             attended, looked = self.self_attn(self.input_layernorm(x), rope, mask, cache)

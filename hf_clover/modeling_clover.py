@@ -150,7 +150,7 @@ class CloverHeads(PreTrainedModel):
         if self.config.has_augmenting_block:
             rope, attention_mask = self.rope_and_mask(x, attention_mask, position_ids, past_key_values)
             for layer in self.layers:
-                x, looked = layer.look(x, rope, attention_mask, past_key_values)
+                x, looked = layer(x, rope, attention_mask, past_key_values)
         if hasattr(self, "norm"):
             x = self.norm(x)
         elif not self.config.normalize_hidden_states:

@@ -3,10 +3,12 @@
 import pytest
 from test_experiments import experiment, folder, run  # noqa: F401  (fixtures)
 
+from hf_clover.training.optimizers import muon_rate
+
 
 def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F811
     module = experiment("ablation")
-    kept = ("clover-2, paper", "+ embeddings of size 1", "Muon for the matrices = clover-x", "clover-x: two layers")
+    kept = ("clover-2, paper", "+ embeddings of size 1", "+ reading ahead = clover-x", "clover-x: two layers")
     changed = {"clover-x: cell of width 2 d": module.ROWS["clover-x: cell of width 2 d"]}
     rows = {label: module.ROWS[label] for label in kept if label in module.ROWS} | changed
     monkeypatch.setattr(module, "ROWS", rows)
@@ -22,7 +24,7 @@ def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F
         assert row["draft_ms"] > 0
     paper, scaled, ours = (row for row in result["rows"] if "clover-x:" not in row["heads"])
     assert paper["recipe"] == {"learning_rate": 1e-3, "muon_learning_rate": 0.0, "loss_type": "clover-2"}
-    assert ours["recipe"] == {"learning_rate": 1e-3, "muon_learning_rate": 0.02, "loss_type": "kl"}
+    assert ours["recipe"] == {"learning_rate": 1e-3, "muon_learning_rate": muon_rate(ours["steps"]), "loss_type": "kl"}
     assert scaled["changed"] == {"embedding_scale": "measured"}
     assert len({row["parameters"] for row in result["rows"]}) > 2
 

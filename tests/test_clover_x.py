@@ -174,7 +174,7 @@ def test_the_network_in_plain_tensor_operations():
     x = x[..., 0] + fc.bias
     rope = heads.rotary_emb(x, torch.arange(9)[None])
     for layer in heads.layers:
-        x, looked = layer.look(x, rope, None, None)
+        x, looked = layer(x, rope, None, None)
     state = x  # [B, T, d]
     torch.testing.assert_close(out.state, state, atol=1e-5, rtol=1e-5)
     read = read_one_by_one(looked, 4)  # [B, T, 4, d]
@@ -354,7 +354,7 @@ def test_targets_with_other_norms():
     x = heads.entry_decoder(heads.config.hidden_state_scale * norm(hidden), heads.embed(ids))
     rope = heads.rotary_emb(x, torch.arange(5)[None])
     for layer in heads.layers:
-        x = layer(x, rope, None, None)
+        x, _ = layer(x, rope, None, None)
     torch.testing.assert_close(heads.encode(hidden, ids)[..., :64], x)
 
 

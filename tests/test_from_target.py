@@ -183,7 +183,7 @@ def check_the_copies(model: nn.Module, heads: CloverHeads, copied: tuple[str, ..
         with torch.no_grad():
             between = seen.before + layer.self_attn(layer.input_layernorm(seen.before), rope, None, None)[0]
             after = seen.between + layer.mlp(layer.post_attention_layernorm(seen.between))
-            whole = layer(seen.before, rope, None, None)
+            whole = layer(seen.before, rope, None, None)[0]
         for half, actual, expected, before in (
             ("attention", between, seen.between, seen.before),
             ("MLP", after, seen.after, seen.between),

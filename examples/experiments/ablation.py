@@ -41,7 +41,7 @@ GENERATED = 4  # of them, with a tree at every step
 MEASURED, TWICE = "measured", "2 d"  # of the target: the scale of its embeddings, and twice its hidden size
 COPIED = {"layers": "the target's last"}  # as clover-2's start
 BALANCED = {"normalize_hidden_states": True}
-TWO = {"num_augmenting_layers": 2}
+TWO, BLIND = {"num_augmenting_layers": 2}, {"read_ahead": False}
 PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
 
 # label: variant, what differs from it, what differs from its recipe. Each row has what the rows before it have.
@@ -54,11 +54,15 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "+ state and token meet in one layer": (
         "clover-2", {**BALANCED, "token_embedding": "input", "entry": "fc"}, PAPER
     ),
-    "+ gated cell, for every head": ("clover-x", {**TWO, "loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER),
-    "+ loss without hidden states": ("clover-x", TWO, PAPER),
-    "+ one layer instead of two": ("clover-x", {}, PAPER),
-    "+ a higher learning rate": ("clover-x", {}, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
-    "Muon for the matrices = clover-x": ("clover-x", {}, {}),
+    "+ gated cell, for every head": (
+        "clover-x", {**TWO, **BLIND, "loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER
+    ),
+    "+ loss without hidden states": ("clover-x", {**TWO, **BLIND}, PAPER),
+    "+ one layer instead of two": ("clover-x", BLIND, PAPER),
+    "+ a higher learning rate": ("clover-x", BLIND, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
+    "Muon for the matrices": ("clover-x", BLIND, {"muon_learning_rate": 0.02, "weight_decay": 0.0}),
+    "+ its decay, larger steps in a short run": ("clover-x", BLIND, {}),
+    "+ reading ahead = clover-x": ("clover-x", {}, {}),
 }  # fmt: skip
 ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-x: layers copied": ("clover-x", COPIED, {}),
@@ -71,8 +75,9 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-x: hidden states, weight 10": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 10.0}, {}),
     "clover-x: eight heads trained": ("clover-x", {"num_heads": 8}, {}),
     "clover-x: each head counts half the last": ("clover-x", {}, {"loss_decay": 0.5}),
-    "clover-x: Muon at 0.01": ("clover-x", {}, {"muon_learning_rate": 0.01}),
-    "clover-x: Muon at 0.04": ("clover-x", {}, {"muon_learning_rate": 0.04}),
+    "clover-x: Muon at 0.02": ("clover-x", {}, {"muon_learning_rate": 0.02}),
+    "clover-x: Muon at 0.08": ("clover-x", {}, {"muon_learning_rate": 0.08}),
+    "clover-x: no decay": ("clover-x", {}, {"weight_decay": 0.0}),
 }
 ROWS = {**STEPS, **ALONE}
 
@@ -220,6 +225,7 @@ def train_row(
         "variant": variant,
         "changed": fields,
         "recipe": {name: getattr(trainer.args, name) for name in ("learning_rate", "muon_learning_rate", "loss_type")},
+        "steps": steps,
         "parameters": sum(parameter.numel() for parameter in heads.parameters()),
         "training_cpu_seconds": seconds,
         "chain": shares,

@@ -52,7 +52,7 @@ class Eagle1(EagleHeads):
         cache: Cache | None,
     ) -> torch.Tensor:
         x = self.fc(torch.cat((self.embed(input_ids), features), dim=-1))  # [B, T, d]
-        return self.layer(x, rope, mask, cache)
+        return self.layer(x, rope, mask, cache)[0]
 
     def output(self, features: torch.Tensor) -> torch.Tensor:
         return features

@@ -154,7 +154,8 @@ class Eagle3(EagleHeads):
         mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        x = features + self.attention(self.pairs(features, input_ids), rope, mask, cache)
+        attended, _ = self.attention(self.pairs(features, input_ids), rope, mask, cache)
+        x = features + attended
         return x + self.mlp(self.mlp_norm(x))
 
     def output(self, features: torch.Tensor) -> torch.Tensor:
