@@ -86,7 +86,7 @@ PRESETS = {
 def test_a_variant_is_a_preset(variant):
     config = tiny(variant=variant)
     assert {field: getattr(config, field) for field in PRESETS[variant]} == PRESETS[variant]
-    assert config.draft_depth == config.num_heads
+    assert config.draft_depth == (8 if variant == "clover-x" else config.num_heads)
     assert (config.draft_tree, config.draft_top_p, config.draft_min_p) == ("global", 0.8, 0.25)
 
 
@@ -129,12 +129,13 @@ def test_every_part_of_a_preset_is_a_field(variant):
             changed = tiny(variant=variant, **{field: value}).to_dict()
             assert changed.pop(field) == value
             expected = {k: v for k, v in preset.items() if k != field}
-            if field == "num_heads":  # the only field that another follows
-                assert changed.pop("draft_depth") == value
+            if field == "num_heads":  # which the depth follows
+                assert changed.pop("draft_depth") == (max(8, value) if variant == "clover-x" else value)
                 expected.pop("draft_depth")
-            if variant == "clover-x" and (field, value) in NOTHING_TO_READ_WITH:
-                assert changed.pop("read_ahead") is False
-                expected.pop("read_ahead")
+            if variant == "clover-x" and (field, value) in (*NOTHING_TO_READ_WITH, ("read_ahead", False)):
+                assert not changed.pop("read_ahead", False)
+                assert changed.pop("draft_depth") == changed["num_heads"]
+                expected = {k: v for k, v in expected.items() if k not in ("read_ahead", "draft_depth")}
             assert changed == expected
 
 
