@@ -64,8 +64,8 @@ class CloverConfig(PreTrainedConfig):
         draft_vocab_size (`int`, *optional*): how many ids the heads score, None for all; the ids are a buffer.
         draft_tree (`str`), draft_depth, draft_beam_width, draft_top_k, draft_top_p, draft_min_p: how a tree is grown:
             `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
-            `"chain"`. `draft_depth` defaults to `num_heads`, and to 8 where heads read ahead. The number of nodes is
-            `heads.generation_config.num_assistant_tokens`.
+            `"chain"`. `draft_depth` defaults to `num_heads`, and to 8 where heads that share
+            their weights read ahead. The number of nodes is `heads.generation_config.num_assistant_tokens`.
         target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
     """
 
@@ -145,7 +145,8 @@ class CloverConfig(PreTrainedConfig):
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.draft_depth is None:
-            self.draft_depth = max(self.num_heads, READ_AHEAD_DEPTH) if self.read_ahead else self.num_heads
+            goes_on = self.read_ahead and self.can_draft_beyond_heads
+            self.draft_depth = max(self.num_heads, READ_AHEAD_DEPTH) if goes_on else self.num_heads
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)

@@ -128,7 +128,7 @@ def test_tree_size(experiment, folder):
     check_measured(result["rows"])
     found = [(row["tree"], row["nodes"]) for row in result["rows"][1:]]
     grown = [(tree, nodes) for tree in ("global", "levels") for nodes in (2, 4, 8)]
-    assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 5)]
+    assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 8)]
 
 
 def test_step(experiment, folder, monkeypatch):
