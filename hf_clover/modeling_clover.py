@@ -243,8 +243,8 @@ class CloverHeads(PreTrainedModel):
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
-            read = None if ahead is None else ahead[:, :valid, level]  # [B, T - level, 2 w]
-            out, state = self.step(level, state[:, :valid], tokens, read)  # [B, T - level, d]
+            read = () if ahead is None else (ahead[:, :valid, level],)  # [B, T - level, 2 w]
+            out, state = self.step(level, state[:, :valid], tokens, *read)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)
         return output if return_dict else output.to_tuple()

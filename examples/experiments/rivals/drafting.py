@@ -130,17 +130,17 @@ class EagleHeads(RivalHeads):
         """[..., d] -> [..., d]: what goes into lm_head."""
         raise NotImplementedError
 
-    def encode(
+    def _encode(
         self,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past_key_values: Cache | None,
+    ) -> tuple[torch.Tensor, None]:
         features = self.features(hidden_states.to(self.dtype))  # [B, T, d]
         rope, attention_mask = self.rope_and_mask(features, attention_mask, position_ids, past_key_values)
-        return self.advance(features, input_ids, rope, attention_mask, past_key_values)
+        return self.advance(features, input_ids, rope, attention_mask, past_key_values), None
 
     def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if level > 0:
