@@ -358,7 +358,7 @@ def _draw_lines(drawn: _Drawn, panel: Mapping[str, Any], looks: Mapping[str, tup
         axes.xaxis.set_minor_locator(NullLocator())
     if scale != "linear" or len(places) <= 4:
         axes.set_xticks(sorted(places))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
     elif all(float(x).is_integer() for x in places):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

@@ -112,7 +112,7 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
         return loss(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(CloverTrainer, "compute_loss", recording)
-    args = learning._parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
+    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
     course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
     course.prepare()
     of_each = {}
@@ -127,7 +127,7 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
 
 
 def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
-    args = learning._parse(["--rates", "1e-3", "1e-2", "--muon-rates", "0.02", "--targets", str(folder / "tiny")])
+    args = learning.parse(["--rates", "1e-3", "1e-2", "--muon-rates", "0.02", "--targets", str(folder / "tiny")])
     ledger = learning.Ledger(tmp_path / "learning.json")
     course = learning.Course(args, args.targets[0], ledger)
     course.to_tune_on = torch.zeros(1, 1)
@@ -159,7 +159,7 @@ def test_nothing_to_measure(learning, folder, tmp_path):
 
 
 def test_the_cheap_runs_come_first(learning):
-    args = learning._parse(["--targets", "a", "b", "--seeds", "0", "1", "--drafters", "medusa"])
+    args = learning.parse(["--targets", "a", "b", "--seeds", "0", "1", "--drafters", "medusa"])
     order = [(target, tokens, seed) for target, _, tokens, seed in learning.plan(args)]
     small = [(target, tokens, seed) for target in "ab" for seed in (0, 1) for tokens in (10_000, 100_000)]
     assert order == [*small, *[(target, 1_000_000, seed) for target in "ab" for seed in (0, 1)]]

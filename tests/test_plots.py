@@ -288,3 +288,11 @@ def test_the_picture_of_how_it_works(tmp_path):
         page = example["how_it_works"]()
         page.canvas.draw()
     assert_readable(page, page.axes[0].texts, slack=5)
+
+
+@pytest.mark.parametrize(("value", "said"), [(1_000_000, "1,000,000"), (0.003, "0.003"), (16, "16")])
+def test_ticks_say_every_number_in_full(value, said):
+    series = [{"label": "a", "x": [value, 10 * value], "y": [1.0, 2.0]}]
+    panels = [{"kind": "lines", "title": "p", "xlabel": "tokens", "xscale": "log10", "series": series}]
+    drawn = panel(page_of({"title": "t", "panels": panels}), "p")
+    assert drawn.get_xticklabels()[0].get_text() == said

@@ -18,6 +18,7 @@ import torch
 from continuations import Data
 from datasets import Dataset
 from rivals import RIVALS, RivalHeads
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
@@ -207,14 +208,20 @@ def full_rows(samples: Dataset, length: int) -> torch.Tensor:
     return torch.tensor([ids for ids in samples["input_ids"] if len(ids) == length])
 
 
+def chain_by_depth(heads: CloverHeads, target: PreTrainedModel, *rows_and_sizes: Any) -> list[float]:
+    """How often the first, the first two, ... drafts of a greedy chain are the text's next tokens. The sum is the mean
+    length of the chain that is right. The arguments are those of `right_drafts`."""
+    return right_drafts(heads, target, *rows_and_sizes).float().mean((0, 1)).tolist()
+
+
 @torch.no_grad()
-def chain_by_depth(
+def right_drafts(
     heads: CloverHeads, target: PreTrainedModel, rows: torch.Tensor, start: int, depth: int, every: int = 1
-) -> list[float]:
-    """How often the first, the first two, ... drafts of a greedy chain are the text's next tokens.
+) -> torch.Tensor:
+    """[N, P, depth]: whether the first, the first two, ... drafts of a greedy chain are the text's next tokens.
 
     rows [N, L] are texts of the target, of which the first `start` tokens are a prompt; after it, `every`th place
-    counts at which the text goes on for `depth` tokens more. The sum is the mean length of the chain that is right.
+    counts at which the text goes on for `depth` tokens more.
     """
     rows = rows.to(target.device)
     count, length = rows.shape
@@ -222,17 +229,21 @@ def chain_by_depth(
     drafter = kind(heads.bind(target))
     hidden = _teacher(heads, target).hidden_states({"input_ids": rows})  # [N, L, d]
     positions = torch.arange(length, device=rows.device).expand(count, -1)  # [N, L]
-    right, known = torch.zeros(depth, device=rows.device), 0
-    places = range(start, length - depth, every)  # of the last token that is settled
-    for place in places:
+    found, known = [], 0
+    for place in places(length, start, depth, every):
         new = slice(known, place)
         following = rows[:, known + 1 : place + 1]
         drafter.extend(hidden[:, new], following, positions[:, new], [place - known] * count)
         tree, known = drafter.draft(depth, shape="chain"), place
         drafts = tree.tokens[:, 1:]  # [N, <= depth]
         hits = (drafts == rows[:, place + 1 : place + 1 + drafts.shape[1]]) & tree.valid[:, 1:]
-        right[: drafts.shape[1]] += hits.int().cumprod(1).sum(0)
-    return (right / (count * len(places))).tolist()
+        found.append(F.pad(hits.int().cumprod(1).bool(), (0, depth - drafts.shape[1])))  # [N, depth]
+    return torch.stack(found, dim=1)
+
+
+def places(length: int, start: int, depth: int, every: int = 1) -> range:
+    """Of the last token that is settled, where a text of `length` tokens is looked at."""
+    return range(start, length - depth, every)
 
 
 @torch.no_grad()

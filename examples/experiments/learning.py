@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from common import HERE, STAND_IN, load_target
 from continuations import Data, load_data
-from drafters import DRAFTERS, OURS, Classroom, Drafter, chain_by_depth, describe, full_rows, greedy
+from drafters import DRAFTERS, OURS, Classroom, Drafter, chain_by_depth, describe, full_rows, greedy, places
 from ledger import Ledger, show
 from rivals import admitted
 
@@ -92,13 +92,17 @@ class Course:
                 "parameters": sum(parameter.numel() for parameter in self.target.parameters()),
                 "held_out_loss": self.about.get("held_out_loss"),
                 "seconds_per_token": self.classroom.seconds_per_token(),
-                "test_places": len(self.to_measure_on) * len(range(self.start, args.length - DEPTH, EVERY)),
+                "test_places": len(self.to_measure_on) * len(self.places),
             }
             self.ledger.add("targets", row, settings_of(args))
 
     @property
     def start(self) -> int:
         return self.args.length // 4  # of each sample, a prompt
+
+    @property
+    def places(self) -> range:
+        return places(self.args.length, self.start, DEPTH, EVERY)
 
     def folder_of(self, drafter: str, tokens: int, seed: int) -> Path:
         return self.work / f"{drafter.replace(', ', '-')}-{tokens}-{seed}"
@@ -223,7 +227,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    args = _parse(argv)
+    args = parse(argv)
     ledger = Ledger(args.output / "learning.json")
     ledger.check(args)
     courses: dict[str, Course] = {}
@@ -259,8 +263,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(argv: Sequence[str] | None, doc: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", help="folders or ids; their text is Python's standard library")
     parser.add_argument("--drafters", nargs="+", choices=list(DRAFTERS), metavar="DRAFTER", help=" ".join(DRAFTERS))
     parser.add_argument("--budgets", nargs="+", type=int, help="tokens to train on")
