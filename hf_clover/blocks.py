@@ -80,8 +80,8 @@ class MLPDecoder(nn.Module):
 
 
 class GatedDecoder(nn.Module):
-    """The cell of clover-x: one gated layer of [normalised state; token], added to the state, and of what was read
-    ahead where that is given."""
+    """The cell of clover-x: one gated layer of [normalised state; token], added to the state, and of what is recalled
+    where that is given."""
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
@@ -90,10 +90,12 @@ class GatedDecoder(nn.Module):
         self.gate_up = started_linear(2 * size, 2 * width, bias, "even")
         self.down = started_linear(width, size, bias, "zero")
 
-    def forward(self, state: torch.Tensor, embedding: torch.Tensor, ahead: torch.Tensor | None = None) -> torch.Tensor:
-        """`ahead` [..., 2 w] is added to what the first product gives."""
+    def forward(
+        self, state: torch.Tensor, embedding: torch.Tensor, recalled: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`recalled` [..., 2 w] is added to what the first product gives."""
         gate_up = self.gate_up(torch.cat((self.norm(state), embedding), dim=-1))  # [..., 2 w]
-        return self.add(state, gate_up if ahead is None else gate_up + ahead)
+        return self.add(state, gate_up if recalled is None else gate_up + recalled)
 
     def add(self, state: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
         """state [..., d] and what the first product gave [..., 2 w] -> the next state [..., d]."""
@@ -123,47 +125,37 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Looked(NamedTuple):
-    """What a layer's attention looked with, and at."""
+class Kept(NamedTuple):
+    """A text as drafts find it again: what the last layer has kept of it, and how much of it each state may read."""
 
-    queries: torch.Tensor  # [B, heads, T, head_dim]
-    keys: torch.Tensor  # [B, kv_heads, C, head_dim]
+    tokens: torch.Tensor  # [B, C] the token that came with each column's state, and follows it
     values: torch.Tensor  # [B, kv_heads, C, head_dim]
-    mask: torch.Tensor | None  # as `attend` takes it
+    readable: torch.Tensor  # [B, T, C] the columns that a state sees together with the two before them
+    before: torch.Tensor  # [B, T] the token before the one that a state comes with, -1 where it sees none
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[B, T, heads head_dim]. Without a mask [B, 1, T, C], T queries are causal, and one sees everything."""
-    if mask is None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-    else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
-        groups, head_dim = q.shape[1] // k.shape[1], q.shape[3]
-        rows = q.reshape(q.shape[0], k.shape[1], -1, head_dim)  # [B, kv_heads, groups T, head_dim]
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
-    return out.transpose(1, 2).flatten(-2)
+def keep(tokens: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, states: int) -> Kept:
+    """`mask` [1 or B, 1, T, C] says what each of T `states` sees, its own column last; None: they are the last ones,
+    and causal."""
+    columns = torch.arange(values.shape[2], device=values.device)  # [C]
+    visible = (columns <= columns[-states:, None])[None] if mask is None else mask[:, 0]  # [1 or B, T, C]
+    seen = F.pad(visible, (2, 0))  # [1 or B, T, C + 2]
+    own = torch.where(visible, columns, 0).amax(-1)  # [1 or B, T]
+    has_one = seen.gather(-1, own[..., None] + 1)[..., 0]  # [1 or B, T]
+    before = tokens.gather(1, (own - 1).clamp(min=0).expand(len(tokens), -1))  # [B, T]
+    return Kept(tokens, values, visible & seen[..., 1:-1] & seen[..., :-2], torch.where(has_one, before, -1))
 
 
-def read_ahead(looked: Looked, depth: int) -> torch.Tensor:
-    """[B, T, depth, heads head_dim]: where attention found places like a query's, what stood there, and then what
-    stood one place further on, two places, ... The weights move along the text, so that a copy of it goes on without
-    another look; only what the query may see is read, and a level that finds nothing there reads zeros.
-    """
-    q, k, v, mask = looked
-    columns, levels = k.shape[2], []
-    for level in range(depth):
-        keys, values = k[:, :, : max(columns - level, 0)], v[:, :, level:]
-        if level >= columns:
-            out = torch.zeros_like(q).transpose(1, 2).flatten(-2)  # [B, T, heads head_dim]
-        elif mask is not None:
-            visible = mask[..., level:] & mask[..., : columns - level]  # [B, 1, T, C - level]
-            found = visible.any(-1, keepdim=True)  # [B, 1, T, 1]
-            out = torch.where(found[:, 0], attend(q, keys, values, visible | ~found), 0)
-        elif q.shape[2] == 1:
-            out = attend(q, keys, values, None)
-        else:  # causal, and a query's first `level` places hold nothing to read
-            out = F.pad(attend(q[:, :, level:], keys, values, None), (0, 0, level, 0))
-        levels.append(out)
-    return torch.stack(levels, dim=2)
+def last_time(kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """What stood behind `tokens` [B, T], each after the one `before` it [B, T], when the two came in a row last: the
+    values of that column [B, T, kv_heads head_dim], or zeros."""
+    held = F.pad(kept.tokens, (2, 0), value=-1)[:, None]  # [B, 1, C + 2]
+    same = kept.readable & (held[..., 1:-1] == tokens[..., None]) & (held[..., :-2] == before[..., None])  # [B, T, C]
+    columns = torch.arange(same.shape[-1], device=same.device, dtype=torch.int32)  # [C]
+    last = torch.where(same, columns, -1).amax(-1)[:, None, :, None].long()  # [B, 1, T, 1]
+    _, heads, _, size = kept.values.shape
+    values = kept.values.gather(2, last.clamp(min=0).expand(-1, heads, -1, size))  # [B, kv_heads, T, head_dim]
+    return torch.where(last < 0, 0, values).transpose(1, 2).flatten(-2)
 
 
 class CloverAttention(nn.Module):
@@ -186,7 +178,8 @@ class CloverAttention(nn.Module):
         rope: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         cache: Cache | None,
-    ) -> tuple[torch.Tensor, Looked]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[B, T, d], and the values [B, kv_heads, C, head_dim]."""
         per_head = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
@@ -195,7 +188,13 @@ class CloverAttention(nn.Module):
             q, k = apply_rotary_pos_emb(q, k, *rope)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
-        return self.o_proj(attend(q, k, v, mask)), Looked(q, k, v, mask)
+        if mask is None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+        else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
+            groups = q.shape[1] // k.shape[1]
+            rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
+        return self.o_proj(out.transpose(1, 2).flatten(-2)), v
 
 
 class CloverMLP(nn.Module):
@@ -231,15 +230,15 @@ class AugmentingLayer(nn.Module):
         rope: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         cache: Cache | None,
-    ) -> tuple[torch.Tensor, Looked | None]:
-        """[B, T, d], and what its attention looked at."""
-        looked = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[B, T, d], and its attention's values [B, kv_heads, C, head_dim]."""
+        values = None
         if self.self_attn is not None:
-            attended, looked = self.self_attn(self.input_layernorm(x), rope, mask, cache)
+            attended, values = self.self_attn(self.input_layernorm(x), rope, mask, cache)
             x = x + attended
         if self.mlp is not None:
             x = x + self.mlp(self.post_attention_layernorm(x))
-        return x, looked
+        return x, values
 
 
 __all__ = [
@@ -250,9 +249,10 @@ __all__ = [
     "CloverRMSNorm",
     "EntryProjector",
     "GatedDecoder",
-    "Looked",
+    "Kept",
     "MLPDecoder",
     "ResidualBlock",
-    "read_ahead",
+    "keep",
+    "last_time",
     "started_linear",
 ]

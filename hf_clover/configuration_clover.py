@@ -15,9 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .variants import CHOICES, LONGEST_NAME, MOST_PARAMETERS, UPPER_BOUNDS, VARIANTS
 
-READ_AHEAD_DEPTH = (
-    8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
-)
+RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
 
 
 class CloverConfig(PreTrainedConfig):
@@ -46,9 +44,9 @@ class CloverConfig(PreTrainedConfig):
         decoder_width (`int`, *optional*): of a gated decoder; the hidden size by default.
         entry (`str`, *optional*): what stands before the block where something does: a `"decoder"` like the others, or
             `"fc"`, a linear layer of state and token.
-        read_ahead (`bool`, *optional*): a gated decoder is also told what the last layer's attention found, and at
-            each level what stood one place further on: a copy of earlier text goes on without attention in the draft.
-            `None` is yes for clover-x as long as it has both.
+        recall (`bool`, *optional*): at each token of a draft a gated decoder is also told what followed in the text
+            when this token and the one before it came in a row last, by what the last layer's attention keeps of
+            it: drafts find earlier text again without attention. `None` is yes for clover-x wherever it can.
         regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
             starts from the Augmenting Block's output and the target's own token.
         output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`
@@ -100,7 +98,7 @@ class CloverConfig(PreTrainedConfig):
     decoder_activation: str | None = None
     decoder_width: int | None = None
     entry: str | None = None
-    read_ahead: bool | None = None
+    recall: bool | None = None
     regressive: bool = True
     output_projector: str | None = None
     token_embedding: str | None = None
@@ -129,7 +127,7 @@ class CloverConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self._validate_what_transformers_reads(kwargs)
         self._require_choice("variant")
-        leaves_open = self.read_ahead is None
+        leaves_open = self.recall is None
         for field, value in VARIANTS[self.variant].items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
@@ -139,14 +137,14 @@ class CloverConfig(PreTrainedConfig):
             self.decoder_num_heads = self.num_attention_heads
         if self.decoder_width is None and isinstance(self.hidden_size, int):
             self.decoder_width = self.hidden_size
-        if leaves_open and self.read_ahead:
-            self.read_ahead = self._can_read_ahead
+        if leaves_open and self.recall:
+            self.recall = self._can_recall
         self._validate_clover()
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.draft_depth is None:
-            goes_on = self.read_ahead and self.can_draft_beyond_heads
-            self.draft_depth = max(self.num_heads, READ_AHEAD_DEPTH) if goes_on else self.num_heads
+            goes_on = self.recall and self.can_draft_beyond_heads
+            self.draft_depth = max(self.num_heads, RECALL_DEPTH) if goes_on else self.num_heads
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
@@ -174,6 +172,11 @@ class CloverConfig(PreTrainedConfig):
         return self.augmenting_block != "none" and self.num_augmenting_layers > 0
 
     @property
+    def num_cache_layers(self) -> int:
+        """Of a cache for these heads: one for each layer of the block, and one for the tokens where they recall."""
+        return self.num_augmenting_layers + self.recall
+
+    @property
     def has_entry_decoder(self) -> bool:
         """Whether a decoder stands before the Augmenting Block (Clover-2's information extraction order)."""
         return self.decoder != "none" and self.decoder_position in ("before", "both")
@@ -184,10 +187,11 @@ class CloverConfig(PreTrainedConfig):
         return self.regressive and self.output_projector != "residual" and self.num_later_heads > 0
 
     @property
-    def _can_read_ahead(self) -> bool:
-        """Whether there is attention to read with, and a cell to be told; judged before anything was checked."""
-        looks = self.augmenting_block in ("full", "attention") and self.num_augmenting_layers != 0
-        return looks and self.decoder == "gated" and (self.decoder_position, self.num_heads) != ("before", 1)
+    def _can_recall(self) -> bool:
+        """Whether attention keeps something, and a cell sees drafted tokens; judged before anything was checked."""
+        keeps = self.augmenting_block in ("full", "attention") and self.num_augmenting_layers != 0
+        has_cell = self.decoder == "gated" and (self.decoder_position, self.num_heads) != ("before", 1)
+        return keeps and has_cell and self.regressive is not False
 
     @property
     def num_later_heads(self) -> int:
@@ -228,7 +232,7 @@ class CloverConfig(PreTrainedConfig):
         for field in ("head_dim", "draft_depth", "draft_vocab_size"):
             self._require_int(field, 1, optional=True)
         for field in (
-            "read_ahead",
+            "recall",
             "regressive",
             "normalize_embeddings",
             "normalize_hidden_states",
@@ -271,8 +275,8 @@ class CloverConfig(PreTrainedConfig):
         if self.decoder == "none" or not self.regressive:
             wanted = "'fc' or 'residual' without a decoder or the Regressive Connection: all heads would say the same"
             self._require("output_projector", self.output_projector != "none", wanted)
-        wanted = "False without a gated decoder, or without attention in the Augmenting Block"
-        self._require("read_ahead", not self.read_ahead or self._can_read_ahead, wanted)
+        wanted = "False without a gated decoder, the Regressive Connection, or attention in the Augmenting Block"
+        self._require("recall", not self.recall or self._can_recall, wanted)
         if self.decoder == "attention":
             divides = self.hidden_size % self.decoder_num_heads == 0
             self._require("decoder_num_heads", divides, f"a divisor of hidden_size={self.hidden_size}")
@@ -289,7 +293,7 @@ class CloverConfig(PreTrainedConfig):
         d, head_dim = self.hidden_size, self.head_dim or self.hidden_size // self.num_attention_heads
         projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * head_dim
         block = self.num_augmenting_layers * d * (projections + 3 * self.intermediate_size)
-        read = 2 * self.num_attention_heads * head_dim if self.read_ahead else 0
+        read = 2 * self.num_key_value_heads * head_dim if self.recall else 0
         cell = (5 * d + read) * self.decoder_width if self.decoder == "gated" else 0
         parameters = block + (8 + 2 * self.num_heads) * d * d + 2 * cell
         wanted = f"smaller: with the other sizes it makes heads of about {parameters:.1e} parameters"

@@ -4,7 +4,7 @@ Contract: `heads(hidden_states, input_ids)` takes the target's hidden states *be
 0..T-1 and the tokens that follow them (`input_ids[:, t]` is the token at position t+1). `out.head_outputs[i]` is what
 head i feeds into the target's lm_head, teacher-forced, valid for the first T-i positions and zero after; head i
 guesses the token at position t+2+i. `heads.score(x)` applies the borrowed lm_head. Decoding uses the same parts one
-at a time: `encode` (once per token of the target), `begin` (once per draft) and `step` (once per level of it).
+at a time: `encode` (once per token of the target), `recall` and `step` (once per level of a draft).
 
 The target's lm_head, embedding and final norm are borrowed with `bind(target)` and never stored: a checkpoint holds
 head weights only. This module does not know trees, walks, losses or the Hub. It travels to the Hub as remote code, so
@@ -39,10 +39,11 @@ from .blocks import (
     CloverRMSNorm,
     EntryProjector,
     GatedDecoder,
-    Looked,
+    Kept,
     MLPDecoder,
     ResidualBlock,
-    read_ahead,
+    keep,
+    last_time,
     started_linear,
 )
 from .checkpoint_checks import check_checkpoint
@@ -85,9 +86,9 @@ class CloverHeads(PreTrainedModel):
             self.norm = CloverRMSNorm(size, eps)
         if decoder is not None and config.num_later_heads > 0:
             self.decoder = decoder(config)
-        if config.read_ahead:
-            heads_size = config.num_attention_heads * config.head_dim
-            self.ahead = started_linear(heads_size, 2 * config.decoder_width, False, "even")
+        if config.recall:
+            values_size = config.num_key_value_heads * config.head_dim
+            self.recalled = started_linear(values_size, 2 * config.decoder_width, False, "even")
         if projector == "fc":
             if self._head_0_has_no_decoder:
                 self.first_fc = started_linear(size, size, True, "identity")
@@ -126,11 +127,10 @@ class CloverHeads(PreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that head 0 starts from,
-        each with the query behind it that it looked with where `begin` reads ahead [B, T, d + heads head_dim].
+        """Hidden states [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that head 0 starts from.
 
         `attention_mask` is 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it. Positions
-        go on from the cache's length unless they are given.
+        go on from the cache's length unless they are given. A cache has `config.num_cache_layers` layers.
         """
         return self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)[0]
 
@@ -141,8 +141,9 @@ class CloverHeads(PreTrainedModel):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         past_key_values: Cache | None,
-    ) -> tuple[torch.Tensor, Looked | None]:
-        x, looked = hidden_states.to(self.dtype), None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
+        """The states, and what `keep` takes."""
+        x, looked_at = hidden_states.to(self.dtype), None
         if self.config.normalize_hidden_states:
             x = self._target_norm(x) * self.config.hidden_state_scale
         if self.config.has_entry_decoder:
@@ -150,28 +151,22 @@ class CloverHeads(PreTrainedModel):
         if self.config.has_augmenting_block:
             rope, attention_mask = self.rope_and_mask(x, attention_mask, position_ids, past_key_values)
             for layer in self.layers:
-                x, looked = layer(x, rope, attention_mask, past_key_values)
+                x, values = layer(x, rope, attention_mask, past_key_values)
+            if self.config.recall:
+                tokens = input_ids[:, None, :, None]  # [B, 1, T, 1], as a cache takes them
+                if past_key_values is not None:
+                    tokens, _ = past_key_values.update(tokens, tokens, len(self.layers))  # [B, 1, C, 1]
+                looked_at = tokens[:, 0, :, 0], values, attention_mask
         if hasattr(self, "norm"):
             x = self.norm(x)
         elif not self.config.normalize_hidden_states:
             x = self._target_norm(x)
-        if self.config.read_ahead:
-            x = torch.cat((x, looked.queries.transpose(1, 2).flatten(-2)), dim=-1)  # [B, T, d + heads head_dim]
-        return x, looked
+        return x, looked_at
 
-    def begin(
-        self, states: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `step` starts from: of what `encode` gave [B, T, ...] the states alone [B, T, d], and for each of
-        `depth` levels what stands behind the places like these [B, T, depth, 2 w].
-
-        `keys` and `values` [B, kv_heads, C, head_dim] are those of the last layer, `mask` [B, 1, T, C] (bool) says
-        where a state may look (None: causally, and a single state everywhere).
-        """
-        size, head_dim = self.config.hidden_size, self.config.head_dim
-        x, queries = states.split((size, states.shape[-1] - size), dim=-1)
-        looked = Looked(queries.unflatten(-1, (-1, head_dim)).transpose(1, 2), keys, values, mask)
-        return x, self.ahead(read_ahead(looked, depth))
+    def recall(self, kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """What `step` is told at `tokens` [B, T], each after the one `before` it [B, T]: of the text that is `kept`,
+        what followed when the two came in a row last [B, T, 2 w]."""
+        return self.recalled(last_time(kept, tokens, before))
 
     def rope_and_mask(
         self,
@@ -195,19 +190,19 @@ class CloverHeads(PreTrainedModel):
         return norm(x.to(like)).to(x)
 
     def step(
-        self, level: int, state: torch.Tensor, input_ids: torch.Tensor, ahead: torch.Tensor | None = None
+        self, level: int, state: torch.Tensor, input_ids: torch.Tensor, recalled: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).
 
         Level 0 takes the state that `encode` gave and the target's own token. Without the Regressive Connection
-        every level takes those two. Heads that read ahead take what `begin` gave, of this level [..., 2 w].
+        every level takes those two. Heads that recall take what `recall` gave [..., 2 w].
         """
         embedding = None
         if not (level == 0 and self._head_0_has_no_decoder):
             if self.config.decoder != "none" or self.config.output_projector == "fc":
                 embedding = self.embed(input_ids)
             if self.config.decoder != "none":
-                decoded = self.decoder(state, embedding, *(() if ahead is None else (ahead,)))
+                decoded = self.decoder(state, embedding, *(() if recalled is None else (recalled,)))
                 return self._project(level, decoded, embedding), decoded if self.config.regressive else state
         return self._project(level, state, embedding), state
 
@@ -235,16 +230,18 @@ class CloverHeads(PreTrainedModel):
                 f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
                 f"{tuple(hidden_states.shape)}: input_ids[:, t] is the token that follows hidden_states[:, t]."
             )
-        first, looked = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
-        ahead, length, outputs = None, input_ids.shape[1], []
-        if self.config.read_ahead:
-            first, ahead = self.begin(first, *looked[1:], self.config.num_heads)  # [B, T, d], [B, T, K, 2 w]
-        state = first
+        first, looked_at = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
+        state, length, outputs = first, input_ids.shape[1], []
+        kept = keep(*looked_at, length) if looked_at is not None and length else None
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
-            read = () if ahead is None else (ahead[:, :valid, level],)  # [B, T - level, 2 w]
-            out, state = self.step(level, state[:, :valid], tokens, *read)  # [B, T - level, d]
+            told = ()
+            if kept is not None:
+                before = input_ids[:, level - 1 : length - 1] if level else kept.before  # [B, T - level]
+                readable = kept.readable[:, :valid]  # [1 or B, T - level, C]
+                told = (self.recall(kept._replace(readable=readable), tokens, before),)  # [B, T - level, 2 w]
+            out, state = self.step(level, state[:, :valid], tokens, *told)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)
         return output if return_dict else output.to_tuple()

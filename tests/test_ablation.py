@@ -8,7 +8,7 @@ from hf_clover.training.optimizers import muon_rate
 
 def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F811
     module = experiment("ablation")
-    kept = ("clover-2, paper", "+ embeddings of size 1", "+ reading ahead = clover-x", "clover-x: two layers")
+    kept = ("clover-2, paper", "+ embeddings of size 1", "+ recall = clover-x", "clover-x: two layers")
     changed = {"clover-x: cell of width 2 d": module.ROWS["clover-x: cell of width 2 d"]}
     rows = {label: module.ROWS[label] for label in kept if label in module.ROWS} | changed
     monkeypatch.setattr(module, "ROWS", rows)
@@ -17,7 +17,8 @@ def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F
     result = run(module, folder)
     assert [row["heads"] for row in result["rows"]] == list(rows)
     for row in result["rows"]:
-        assert len(row["chain"]) == module.DEPTH
+        assert len(row["chain"]) == (module.DEPTH if row["variant"] == "clover-x" else 5)  # as deep as each drafts
+        assert (row["chain_of_8"] is None) == (row["variant"] != "clover-x")
         assert row["chain"] == sorted(row["chain"], reverse=True)  # a longer chain comes true less often
         assert row["chain_of_5"] == pytest.approx(sum(row["chain"][:5]))
         assert row["tokens_per_forward"] >= 1

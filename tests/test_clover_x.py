@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.blocks import Looked, read_ahead
+from hf_clover.blocks import Kept, keep, last_time
 from hf_clover.cards import render
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.decoding.drafting import CloverCandidateGenerator
@@ -65,61 +65,76 @@ def states_of(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- what it computes
 
 
-def read_one_by_one(looked: Looked, depth: int, starts: tuple[int, ...] = (0, 0, 0)) -> torch.Tensor:
-    """The slow twin of `read_ahead`, for a text whose rows begin at `starts`: place by place, head by head."""
-    q, k, v, _ = looked
-    batch, heads, length, size = q.shape
-    group = heads // k.shape[1]
-    out = torch.zeros(batch, length, depth, heads, size)
-    for row, head, t, level in itertools.product(range(batch), range(heads), range(length), range(depth)):
-        places = list(range(starts[row], t - level + 1))
-        if places:
-            keys, values = k[row, head // group], v[row, head // group]
-            weights = torch.stack([q[row, head, t] @ keys[p] for p in places]).div(size**0.5).softmax(0)
-            out[row, t, level, head] = sum(w * values[p + level] for w, p in zip(weights, places, strict=True))
-    return out.flatten(-2)
+def recall_one_by_one(
+    ids: list[int], values: torch.Tensor, start: int, t: int, level: int, drafted: list[int]
+) -> torch.Tensor:
+    """The slow twin of `keep` and `last_time` for one state: values [kv_heads, C, head_dim] of a row that begins at
+    `start`; the state stands at `t`, and was followed by `drafted` tokens of which `level` have been taken."""
+    text = ids[start : t + 1]
+    path = [*text, *drafted[:level]]
+    for place in range(len(text) - 1, 1, -1):
+        if len(path) > 1 and text[place - 2 : place] == path[-2:]:
+            return values[:, start + place].flatten()
+    return torch.zeros_like(values[:, 0]).flatten()
 
 
-def looked_at(mask: torch.Tensor | None = None, batch: int = 3, length: int = 6) -> Looked:
+def text_of(batch: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B, T] of which pairs come again and again, and values [B, kv_heads, T, head_dim]."""
     generator = torch.Generator().manual_seed(0)
-    sizes = ((batch, 4, length, 8), (batch, 2, length, 8), (batch, 2, length, 8))
-    return Looked(*(torch.randn(size, generator=generator) for size in sizes), mask)
+    ids = torch.randint(3, (batch, length), generator=generator)
+    return ids, torch.randn(batch, 2, length, 8, generator=generator)
 
 
-@pytest.mark.parametrize("depth", [1, 3, 9])
-def test_reading_ahead_moves_the_weights_along_the_text(depth):
-    looked = looked_at()
-    torch.testing.assert_close(read_ahead(looked, depth), read_one_by_one(looked, depth))
+def of_level(kept: Kept, ids: torch.Tensor, level: int) -> torch.Tensor:
+    """What each state is told at the text's own tokens, as `CloverHeads.forward` asks for it."""
+    length = ids.shape[1]
+    before = ids[:, level - 1 : length - 1] if level else kept.before
+    return last_time(kept._replace(readable=kept.readable[:, : length - level]), ids[:, level:], before)
 
 
-def test_reading_ahead_sees_a_rows_own_text_only():
-    """Left padding, and documents packed behind each other: what stands before a row's start is never read."""
-    starts = (0, 2, 5)
-    columns = torch.arange(6)
+@pytest.mark.parametrize("starts", [(0, 0, 0), (0, 4, 11)], ids=["even", "padded or packed"])
+def test_recall_finds_where_two_tokens_came_in_a_row_last(starts):
+    """Left padding, and documents packed behind each other: what stands before a row's start is never found."""
+    ids, values = text_of()
+    columns = torch.arange(12)
     mask = (columns <= columns[:, None]) & (columns >= torch.tensor(starts)[:, None, None])  # [B, T, C]
-    looked = looked_at(mask[:, None])
-    expected = read_one_by_one(looked, 4, starts)
-    torch.testing.assert_close(read_ahead(looked, 4), expected)
-    assert expected[2, 5, 0].any()
-    assert not expected[2, 5, 1:].any()  # one place, with nothing behind it
+    kept = keep(ids, values, mask[:, None] if any(starts) else None, 12)
+    found = 0
+    for level in range(5):
+        told = of_level(kept, ids, level)
+        for row, start in enumerate(starts):
+            for t in range(start, 12 - level):
+                row_ids = ids[row].tolist()
+                expected = recall_one_by_one(row_ids, values[row], start, t, level, row_ids[t + 1 :])
+                assert torch.equal(told[row, t], expected)
+                found += bool(expected.any())
+    assert found > 15
 
 
-def test_reading_ahead_from_the_last_place_alone():
-    whole, last = looked_at(), looked_at()
-    last = last._replace(queries=last.queries[:, :, -1:])
-    torch.testing.assert_close(read_ahead(last, 8), read_ahead(whole, 8)[:, -1:])
+def test_recall_from_the_last_place_alone():
+    """As a draft asks: one state, several tokens at once, and columns beyond a row's own."""
+    ids, values = text_of()
+    lengths = torch.tensor([12, 9, 1])
+    kept = keep(ids, values, (torch.arange(12) < lengths[:, None])[:, None, None], 1)
+    assert kept.before.tolist() == [[ids[0, 10]], [ids[1, 7]], [-1]]
+    for token, before in itertools.product(range(3), repeat=2):
+        told = last_time(kept, torch.full((3, 2), token), torch.full((3, 2), before))
+        assert torch.equal(told[:, 0], told[:, 1])
+        for row, length in enumerate(lengths.tolist()):
+            path = ids[row, :length].tolist()
+            expected = recall_one_by_one(path, values[row], 0, length - 1, 2, [before, token])
+            assert torch.equal(told[row, 0], expected)
 
 
-def test_reading_ahead_learns_even_where_there_is_nothing_to_read():
-    mask = torch.zeros(3, 1, 6, 6, dtype=torch.bool)
-    mask[0] = torch.ones(6, 6).tril().bool()
-    looked = looked_at(mask)
-    for tensor in looked[:3]:
-        tensor.requires_grad_()
-    out = read_ahead(looked, 8)
-    assert not out[1:].any()
-    out.square().sum().backward()
-    assert all(tensor.grad.isfinite().all() and tensor.grad[0].any() for tensor in looked[:3])
+def test_recall_learns_even_where_there_is_nothing_to_find():
+    ids, values = torch.arange(24).view(2, 12), text_of(2)[1].requires_grad_()
+    ids[0] %= 4
+    told = of_level(keep(ids, values, None, 12), ids, 1)
+    assert not told[1].any()
+    told.square().sum().backward()
+    assert values.grad.isfinite().all()
+    assert values.grad[0].any()
+    assert not values.grad[1].any()
 
 
 @pytest.mark.parametrize("padding", [(0, 0, 0), (4, 0, 2)], ids=["even", "padded"])
@@ -128,12 +143,12 @@ def test_a_drafted_chain_is_what_one_pass_says(padding):
     """Rows of different lengths, in steps of different counts, drafted together as each is alone."""
     target = make_target()
     heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=5), 0.5)
-    ids = torch.randint(VOCABULARY, (3, 15))
+    ids = torch.randint(3, (3, 15))  # so that pairs come again
     hidden = torch.randn(3, 14, SIZE)
     mask = torch.arange(8) >= torch.tensor(padding)[:, None]  # of a prompt of 8
     drafter = CloverCandidateGenerator(heads, mask if any(padding) else None)
     positions = (torch.arange(14) - torch.tensor(padding)[:, None]).clamp(min=0)
-    lengths = [8, 8, 8]
+    lengths, found = [8, 8, 8], 0
     drafter.extend(hidden[:, :8], ids[:, 1:9], positions[:, :8], [8, 8, 8])
     for counts in ((0, 0, 0), (3, 1, 2), (2, 0, 4), (1, 1, 0)):
         if any(counts):
@@ -147,14 +162,17 @@ def test_a_drafted_chain_is_what_one_pass_says(padding):
         for row, length in enumerate(lengths):
             own = slice(padding[row], length)
             text, states = ids[row, padding[row] + 1 : length + 1][None], hidden[row, own][None]
-            first, looked = heads._encode(states, text, None, None, None)
-            state, ahead = heads.begin(first, *looked[1:], 5)
+            state, (_, values, _) = heads._encode(states, text, None, None, None)
             state, token, chain = state[:, -1], text[:, -1], []
             for level in range(5):
-                out, state = heads.step(level, state, token, ahead[:, -1, level])
+                place = text.shape[1] - 1
+                read = recall_one_by_one(text[0].tolist(), values[0], 0, place, level, chain)
+                out, state = heads.step(level, state, token, heads.recalled(read)[None])
                 token = heads.score(out).argmax(-1)
                 chain.append(token.item())
+                found += bool(read.any())
             assert tree.tokens[row, 1:].tolist() == chain
+    assert found > 8
 
 
 @torch.no_grad()
@@ -163,7 +181,7 @@ def test_the_network_in_plain_tensor_operations():
     weights."""
     target = make_target()
     heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=4))
-    hidden, ids = torch.randn(2, 9, SIZE), torch.randint(VOCABULARY, (2, 9))
+    hidden, ids = torch.randn(2, 9, SIZE), torch.randint(3, (2, 9))
     out = heads(hidden, ids)
 
     embedded = F.embedding(ids, target.model.embed_tokens.weight * heads.config.embedding_scale)  # [B, T, d]
@@ -174,15 +192,15 @@ def test_the_network_in_plain_tensor_operations():
     x = x[..., 0] + fc.bias
     rope = heads.rotary_emb(x, torch.arange(9)[None])
     for layer in heads.layers:
-        x, looked = layer(x, rope, None, None)
+        x, values = layer(x, rope, None, None)
     state = x  # [B, T, d]
     torch.testing.assert_close(out.state, state, atol=1e-5, rtol=1e-5)
-    read = read_one_by_one(looked, 4)  # [B, T, 4, d]
+    kept = keep(ids, values, None, 9)
     width = heads.config.decoder_width
     gate, up = cell.gate_up.weight[:width], cell.gate_up.weight[width:]
     for level in range(4):
         seen = torch.cat((cell.norm(state), embedded[:, level:]), -1)  # [B, T - level, 2 d]
-        told = read[:, : 9 - level, level] @ heads.ahead.weight.T  # [B, T - level, 2 w]
+        told = of_level(kept, ids, level) @ heads.recalled.weight.T  # [B, T - level, 2 w]
         gated = F.silu(seen @ gate.T + told[..., :width]) * (seen @ up.T + told[..., width:])
         state = state + gated @ cell.down.weight.T
         expected = heads.head_norm(state)
@@ -248,7 +266,7 @@ def test_every_target_gives_inputs_of_the_same_size(embedding_rms, state_rms, no
     assert rms(scale * final) == pytest.approx(1.0, rel=0.3)
     entered = heads.entry_decoder(scale * final, torch.zeros(4, 12, SIZE))
     torch.testing.assert_close(entered, scale * final)
-    states = heads.encode(hidden, ids)[..., :SIZE]
+    states = heads.encode(hidden, ids)
     torch.testing.assert_close(states, scale * final + heads.embed(ids))
     out = heads(hidden, ids).head_outputs[0]
     assert rms(out) == pytest.approx(rms(final), rel=0.3)

@@ -93,22 +93,23 @@ def test_a_variant_is_a_preset(variant):
 EMPTY = (("medusa", "output_projector", "none"), ("clover-x", "decoder", "none"))  # all heads would be one
 
 
-NOTHING_TO_READ_WITH = (
+NOTHING_TO_RECALL_WITH = (
+    ("regressive", False),
     ("decoder", "attention"),
     ("decoder", "none"),
     ("augmenting_block", "none"),
     ("num_augmenting_layers", 0),
 )
-ENDS_WITH_ITS_HEADS = (*NOTHING_TO_READ_WITH, ("read_ahead", False), ("output_projector", "residual"))
+ENDS_WITH_ITS_HEADS = (*NOTHING_TO_RECALL_WITH, ("recall", False), ("output_projector", "residual"))
 
 
-@pytest.mark.parametrize(("field", "value"), NOTHING_TO_READ_WITH)
-def test_reading_ahead_needs_attention_and_a_cell(field, value):
-    others = {"output_projector": "fc"} if value == "none" else {}
-    assert tiny(variant="clover-x", **others).read_ahead
-    assert not tiny(variant="clover-x", **{field: value}, **others).read_ahead
-    with pytest.raises(ValueError, match=r"`read_ahead=True` is impossible: it must be False without a gated decoder"):
-        tiny(variant="clover-x", read_ahead=True, **{field: value}, **others)
+@pytest.mark.parametrize(("field", "value"), NOTHING_TO_RECALL_WITH)
+def test_recall_needs_attention_and_a_cell_that_sees_drafted_tokens(field, value):
+    others = {"output_projector": "fc"} if value in ("none", False) else {}
+    assert tiny(variant="clover-x", **others).recall
+    assert not tiny(variant="clover-x", **{field: value}, **others).recall
+    with pytest.raises(ValueError, match=r"`recall=True` is impossible: it must be False without a gated decoder"):
+        tiny(variant="clover-x", recall=True, **{field: value}, **others)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -123,9 +124,9 @@ def test_every_part_of_a_preset_is_a_field(variant):
                 with pytest.raises(ValueError, match=r"output_projector='none'.*without a decoder"):
                     tiny(variant=variant, **{field: value})
                 continue
-            if field == "read_ahead" and value and variant != "clover-x":
-                with pytest.raises(ValueError, match=r"read_ahead=True.*must be False without a gated decoder"):
-                    tiny(variant=variant, read_ahead=True)
+            if field == "recall" and value and variant != "clover-x":
+                with pytest.raises(ValueError, match=r"recall=True.*must be False without a gated decoder"):
+                    tiny(variant=variant, recall=True)
                 continue
             changed = tiny(variant=variant, **{field: value}).to_dict()
             assert changed.pop(field) == value
@@ -134,11 +135,9 @@ def test_every_part_of_a_preset_is_a_field(variant):
                 assert changed.pop("draft_depth") == (max(8, value) if variant == "clover-x" else value)
                 expected.pop("draft_depth")
             if variant == "clover-x" and (field, value) in ENDS_WITH_ITS_HEADS:
-                followers = (
-                    ("draft_depth", "read_ahead") if (field, value) in NOTHING_TO_READ_WITH else ("draft_depth",)
-                )
+                followers = ("draft_depth", "recall") if (field, value) in NOTHING_TO_RECALL_WITH else ("draft_depth",)
                 assert changed["draft_depth"] == changed["num_heads"]
-                assert "read_ahead" not in followers or not changed["read_ahead"]
+                assert "recall" not in followers or not changed["recall"]
                 expected = {k: v for k, v in expected.items() if k not in followers}
                 changed = {k: v for k, v in changed.items() if k not in followers}
             assert changed == expected

@@ -18,6 +18,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, Ll
 
 import hf_clover
 from hf_clover import CloverConfig, CloverHeads, TreeCache
+from hf_clover.blocks import keep
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.modeling_clover import CloverOutput
 from hf_clover.target_parts import unwrap
@@ -53,7 +54,8 @@ def make_heads(target=None, **fields) -> CloverHeads:
 
 
 def inputs(batch: int = 2, length: int = LENGTH) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, length, SIZE), torch.randint(VOCABULARY, (batch, length))
+    """Few different tokens, so that pairs of them come again and heads that recall have something to find."""
+    return torch.randn(batch, length, SIZE), torch.randint(3, (batch, length))
 
 
 # ---------------------------------------------------------------------- the forward's contract
@@ -159,13 +161,16 @@ def test_unbound_heads_say_what_to_do():
 def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cache: TreeCache) -> torch.Tensor:
     """All heads from what `encode` gave last [B, ...] with the data's own tokens [B, K] -> [K, B, d]."""
     count, outputs = heads.config.num_heads, []
-    ahead = [()] * count
-    if heads.config.read_ahead:
-        state, ahead = heads.begin(state[:, None], *cache.export(-1, cache.lengths[0]), None, count)
-        state, ahead = state[:, 0], [(ahead[:, 0, level],) for level in range(count)]
-    first_state = state
+    first_state, kept = state, None
+    if heads.config.recall:
+        ids, values = cache.export(-1, cache.lengths[0])[0], cache.export(-2, cache.lengths[0])[1]
+        kept = keep(ids[:, 0, :, 0], values, None, 1)
     for level in range(count):
-        out, state = heads.step(level, state, tokens[:, level if heads.config.regressive else 0], *ahead[level])
+        told = ()
+        if kept is not None:
+            before = tokens[:, level - 1, None] if level else kept.before
+            told = (heads.recall(kept, tokens[:, level, None], before)[:, 0],)
+        out, state = heads.step(level, state, tokens[:, level if heads.config.regressive else 0], *told)
         outputs.append(out)
         assert heads.config.regressive or torch.equal(state, first_state)
     return torch.stack(outputs)
@@ -180,7 +185,7 @@ def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cach
         dict(decoder_position="after"),
         dict(variant="clover", augmenting_block="mlp"),
         dict(qk_norm=True, use_rope=False),
-        dict(variant="clover-x", read_ahead=False),
+        dict(variant="clover-x", recall=False),
         dict(variant="clover-x", num_key_value_heads=2, num_augmenting_layers=2, num_heads=8, decoder_width=5),
     ],
     ids=str,
@@ -191,7 +196,7 @@ def test_step_by_step_equals_one_pass(fields, prefix):
     hidden, ids = inputs(length=total)
     with torch.no_grad():
         whole = heads(hidden, ids)
-        cache = TreeCache(max(heads.config.num_augmenting_layers, 1))
+        cache = TreeCache(max(heads.config.num_cache_layers, 1))
         states = heads.encode(hidden[:, :prefix], ids[:, :prefix], past_key_values=cache)
         cache.finish_filling(2)
         for t in range(prefix - 1, LENGTH):
@@ -199,7 +204,7 @@ def test_step_by_step_equals_one_pass(fields, prefix):
                 with cache.staged(1):
                     states = heads.encode(hidden[:, t : t + 1], ids[:, t : t + 1], past_key_values=cache)
                 cache.commit([[0], [0]])
-            torch.testing.assert_close(states[:, -1, :SIZE], whole.state[:, t], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(states[:, -1], whole.state[:, t], atol=1e-5, rtol=1e-5)
             chain = chain_of(heads, states[:, -1], ids[:, t : t + count], cache)
             torch.testing.assert_close(chain, whole.head_outputs[:, :, t], atol=1e-5, rtol=1e-5)
 
@@ -210,7 +215,7 @@ def test_staged_rejected_entries_leave_no_trace():
     hidden, ids = inputs(batch=1, length=LENGTH)
     with torch.no_grad():
         whole = heads(hidden, ids).state
-        cache = TreeCache(heads.config.num_augmenting_layers)
+        cache = TreeCache(heads.config.num_cache_layers)
         heads.encode(hidden[:, :3], ids[:, :3], past_key_values=cache)
         cache.finish_filling(1)
         wrong = (ids[:, 4:6] + 1) % VOCABULARY
@@ -220,11 +225,11 @@ def test_staged_rejected_entries_leave_no_trace():
             positions = torch.arange(3, 6)[None]
             states = heads.encode(hidden[:, 3:6], mixed, visible, positions, cache)
         cache.commit([[0]])
-        torch.testing.assert_close(states[:, 0, :SIZE], whole[:, 3], atol=1e-5, rtol=1e-5)
-        assert not torch.allclose(states[:, 1, :SIZE], whole[:, 4], atol=1e-3)
+        torch.testing.assert_close(states[:, 0], whole[:, 3], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(states[:, 1], whole[:, 4], atol=1e-3)
         with cache.staged(1):
             states = heads.encode(hidden[:, 4:5], ids[:, 4:5], past_key_values=cache)
-        torch.testing.assert_close(states[:, 0, :SIZE], whole[:, 4], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(states[:, 0], whole[:, 4], atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------- ablations
@@ -259,7 +264,7 @@ OTHERS = [
     dict(decoder_position="before"),
     dict(decoder_position="after", augmenting_block="none"),
     dict(entry="decoder"),
-    dict(read_ahead=False),
+    dict(recall=False),
     dict(augmenting_block="attention", num_key_value_heads=2),
     dict(output_projector="fc"),
     dict(output_projector="residual"),

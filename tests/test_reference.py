@@ -95,7 +95,7 @@ def test_all_heads_in_one_pass(case):
 def test_all_heads_through_the_cache(case, first):
     """The reference's way is 5 positions at once, then one by one; any other split must give the same."""
     heads, hidden, ids = case.heads, case.pre_norm_hidden, case.input_ids
-    cache = TreeCache(heads.config.num_augmenting_layers)
+    cache = TreeCache(heads.config.num_cache_layers)
     state = heads.encode(hidden[:, :first], ids[:, 1 : first + 1], past_key_values=cache)[:, -1]
     cache.finish_filling(2)
     cuts = 0

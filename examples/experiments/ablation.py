@@ -23,12 +23,11 @@ from typing import Any
 import torch
 from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse
 from continuations import Data, load_data
+from drafters import chain_by_depth
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
-from hf_clover.decoding.cache import TreeCache
 from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.decoding.verify import capture_before_final_norm
 from hf_clover.last_layer import LastLayer
 from hf_clover.scales import embedding_scale
 
@@ -41,7 +40,7 @@ GENERATED = 4  # of them, with a tree at every step
 MEASURED, TWICE = "measured", "2 d"  # of the target: the scale of its embeddings, and twice its hidden size
 COPIED = {"layers": "the target's last"}  # as clover-2's start
 BALANCED = {"normalize_hidden_states": True}
-TWO, BLIND = {"num_augmenting_layers": 2}, {"read_ahead": False}
+TWO, FORGETFUL = {"num_augmenting_layers": 2}, {"recall": False}
 PAPER = {"learning_rate": 1e-3, "muon_learning_rate": 0.0}
 
 # label: variant, what differs from it, what differs from its recipe. Each row has what the rows before it have.
@@ -55,14 +54,14 @@ STEPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "clover-2", {**BALANCED, "token_embedding": "input", "entry": "fc"}, PAPER
     ),
     "+ gated cell, for every head": (
-        "clover-x", {**TWO, **BLIND, "loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER
+        "clover-x", {**TWO, **FORGETFUL, "loss_type": "clover-2", "hidden_loss_weight": 10.0}, PAPER
     ),
-    "+ loss without hidden states": ("clover-x", {**TWO, **BLIND}, PAPER),
-    "+ one layer instead of two": ("clover-x", BLIND, PAPER),
-    "+ a higher learning rate": ("clover-x", BLIND, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
-    "Muon for the matrices": ("clover-x", BLIND, {"muon_learning_rate": 0.02, "weight_decay": 0.0}),
-    "+ its decay, larger steps in a short run": ("clover-x", BLIND, {}),
-    "+ reading ahead = clover-x": ("clover-x", {}, {}),
+    "+ loss without hidden states": ("clover-x", {**TWO, **FORGETFUL}, PAPER),
+    "+ one layer instead of two": ("clover-x", FORGETFUL, PAPER),
+    "+ a higher learning rate": ("clover-x", FORGETFUL, {"learning_rate": 3e-3, "muon_learning_rate": 0.0}),
+    "Muon for the matrices": ("clover-x", FORGETFUL, {"muon_learning_rate": 0.02, "weight_decay": 0.0}),
+    "+ its decay, larger steps in a short run": ("clover-x", FORGETFUL, {}),
+    "+ recall = clover-x": ("clover-x", {}, {}),
 }  # fmt: skip
 ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-x: layers copied": ("clover-x", COPIED, {}),
@@ -85,47 +84,20 @@ ROWS = {**STEPS, **ALONE}
 
 
 @torch.no_grad()
-def greedy_texts(target: PreTrainedModel, data: Data, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Texts [N, T] of which the target wrote the second half, and its states [N, T, d] before the final norm."""
+def greedy_texts(target: PreTrainedModel, data: Data, count: int) -> torch.Tensor:
+    """Texts [N, T] of which the target wrote the last `CONTINUED` tokens."""
     starts = [ids[:PROMPT] for ids in data.test["input_ids"]]
     width = min(map(len, starts))
     prompts = torch.tensor([ids[:width] for ids in starts[:count]], device=target.device)  # [N, prompt]
-    texts = target.generate(
+    return target.generate(
         input_ids=prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=CONTINUED, do_sample=False,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    states: list[torch.Tensor] = []
-    for batch in texts.split(8):
-        captured: list[torch.Tensor] = []
-        with capture_before_final_norm(target, captured):
-            target(input_ids=batch, use_cache=False)
-        states.append(captured[-1])
-    return texts, torch.cat(states)
 
 
-@torch.no_grad()
-def chains(heads: CloverHeads, texts: torch.Tensor, states: torch.Tensor) -> list[float]:
-    """[DEPTH]: how often the first i + 1 of a chain of the heads' best guesses all come true."""
-    depth = heads.config.draft_depth if not heads.config.can_draft_beyond_heads else DEPTH
-    first, alive, shares = texts.shape[1] - CONTINUED - 1, None, []
-    count = CONTINUED - depth  # of positions from which a whole chain can be looked at
-    cache = TreeCache(heads.config.num_augmenting_layers)
-    x = heads.encode(states[:, :-1], texts[:, 1:], past_key_values=cache)[:, first : first + count]  # [N, P, ...]
-    ahead = None
-    if heads.config.read_ahead:
-        cache.finish_filling(len(texts))
-        ends = first + torch.arange(count, device=x.device)  # [P]
-        visible = torch.arange(states.shape[1] - 1, device=x.device) <= ends[:, None]  # [P, T - 1]
-        mask = visible.expand(len(texts), 1, -1, -1)
-        x, ahead = heads.begin(x, *cache.export(-1, states.shape[1] - 1), mask, depth)  # [N, P, d], [N, P, depth, 2 w]
-    tokens = texts[:, first + 1 : first + 1 + count]  # [N, P]
-    for level in range(depth):
-        out, x = heads.step(level, x, tokens, None if ahead is None else ahead[:, :, level])
-        tokens = heads.score(out).argmax(-1)
-        right = tokens == texts[:, first + 2 + level : first + 2 + level + count]
-        alive = right if alive is None else alive & right
-        shares.append(alive.float().mean().item())
-    return shares
+def chains(heads: CloverHeads, target: PreTrainedModel, texts: torch.Tensor) -> list[float]:
+    """How often the first, the first two, ... of a chain of the heads' best guesses all come true."""
+    return chain_by_depth(heads, target, texts, texts.shape[1] - CONTINUED, min(DEPTH, heads.config.draft_depth))
 
 
 def tokens_per_forward(target: PreTrainedModel, heads: CloverHeads, texts: torch.Tensor, nodes: int) -> float:
@@ -218,8 +190,8 @@ def train_row(
     trainer.train()
     seconds = time.process_time() - started
     heads = copy.deepcopy(trainer.heads).to(target.dtype).bind(target).eval()
-    texts, states = greedy_texts(target, data, PROMPTS if not args.toy else 2)
-    shares = chains(heads, texts, states)
+    texts = greedy_texts(target, data, PROMPTS if not args.toy else 2)
+    shares = chains(heads, target, texts)
     return {
         "heads": label,
         "variant": variant,

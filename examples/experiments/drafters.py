@@ -208,10 +208,10 @@ def full_rows(samples: Dataset, length: int) -> torch.Tensor:
     return torch.tensor([ids for ids in samples["input_ids"] if len(ids) == length])
 
 
-def chain_by_depth(heads: CloverHeads, target: PreTrainedModel, *rows_and_sizes: Any) -> list[float]:
+def chain_by_depth(*heads_and_places: Any, **options: Any) -> list[float]:
     """How often the first, the first two, ... drafts of a greedy chain are the text's next tokens. The sum is the mean
     length of the chain that is right. The arguments are those of `right_drafts`."""
-    return right_drafts(heads, target, *rows_and_sizes).float().mean((0, 1)).tolist()
+    return right_drafts(*heads_and_places, **options).float().mean((0, 1)).tolist()
 
 
 @torch.no_grad()

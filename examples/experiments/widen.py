@@ -132,9 +132,9 @@ def widen_heads(
                 _fill_layer(layer, its_layer, places)
         elif name == "decoder" and old.decoder == "gated":
             _fill_gated(module, its, places)
-        elif name == "ahead":
+        elif name == "recalled":
             rows = _gate_and_up(heads.decoder, new.decoder)
-            _fill_linear(module, its, rows, places.queries, rest_is_zero=True)
+            _fill_linear(module, its, rows, places.keys, rest_is_zero=True)
         elif name in ("entry_decoder", "decoder") and hasattr(its, "q"):
             _fill_norm(module.norm, its.norm, places)
             for part in ("q", "k"):

@@ -36,7 +36,7 @@ def compiled_drafter(
     if not heads.config.has_augmenting_block:
         yield CompiledDrafter(heads, None, config, prompt_mask, block)
         return
-    with lent_cache(heads, heads.config.num_augmenting_layers, batch_size, capacity) as cache:
+    with lent_cache(heads, heads.config.num_cache_layers, batch_size, capacity) as cache:
         if prompt_mask is not None:
             cache.slots.text[:, : prompt_mask.shape[1]] = prompt_mask
         yield CompiledDrafter(heads, cache, config, prompt_mask, block)
@@ -174,10 +174,10 @@ def draft_step(
     """`take_in`, then the tree's tensors."""
     state = take_in(heads, cache, hidden, next_tokens, positions, counts, state)
     looked_at = None
-    if heads.config.read_ahead:
-        text, layer = cache.slots.text, cache.layers[-1]
+    if heads.config.recall:
+        text, (layer, tokens) = cache.slots.text, cache.layers[-2:]
         ends = cache.slots.starts + counts[:, None]  # [B, 1]
         visible = text & (torch.arange(text.shape[1], device=text.device) < ends)  # [B, C]
-        looked_at = layer.keys, layer.values, visible[:, None, None]
+        looked_at = tokens.keys[:, 0, :, 0], layer.values, visible[:, None, None]
     tree = grow(heads, step, state, looked_at, roots, nodes, shape, foresight)
     return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid

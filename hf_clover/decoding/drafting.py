@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
+from ..blocks import keep
 from ..modeling_clover import CloverHeads
 from .cache import TreeCache
 from .foresight import Foresight
@@ -90,23 +91,24 @@ def grow(
     shape: str,
     foresight: Foresight | None = None,
 ) -> Tree:
-    """The tree below `roots` [B], drafted from what `encode` gave last [B, ...]; `looked_at` is what `begin` takes
-    beside it, where these heads read ahead."""
-    config, ahead = heads.config, None
-    if looked_at is not None:
-        state, ahead = (each[:, 0] for each in heads.begin(state[:, None], *looked_at, min(nodes, config.draft_depth)))
-    states = state[:, None]  # [B, W, d] of the beams of the level before
+    """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `looked_at` is what `keep` takes of the
+    text, where these heads recall."""
+    config, states = heads.config, state[:, None]  # [B, W, d] of the beams of the level before
+    kept = None if looked_at is None else keep(*looked_at, 1)
+    last, before = None, None if kept is None else kept.before  # [B, W] tokens of the level before, and before them
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
     def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
-        nonlocal states
+        nonlocal states, last, before
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
+            before = last.gather(1, chosen)  # [B, W]
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
-        read = () if ahead is None else (ahead[:, level, None],)  # [B, 1, 2 w]
-        out, states = step(level, states, tokens, *read)
+        told = () if kept is None else (heads.recall(kept, tokens, before),)  # [B, W, 2 w]
+        out, states = step(level, states, tokens, *told)
+        last = tokens
         return heads.score(out)  # [B, W, V]
 
     return grow_in_shape(heads, expand, roots, nodes, shape, foresight)
@@ -136,7 +138,7 @@ class CloverCandidateGenerator(CandidateGenerator):
 
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
         self.heads, self.config, self.block = heads, heads.config, block
-        self.cache = TreeCache(self.config.num_augmenting_layers) if self.config.has_augmenting_block else None
+        self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
         self.state: torch.Tensor | None = None  # [B, ...] what `encode` gave at the text's end
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
@@ -251,20 +253,20 @@ class CloverCandidateGenerator(CandidateGenerator):
         return grow(self.heads, self._step, self.state, self._looked_at(), self.roots, nodes, shape, foresight)
 
     def _looked_at(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Of the last layer, keys and values of the text so far [B, kv_heads, C, head_dim], and which of them are a
-        row's own [B, 1, 1, C] (None where all are)."""
-        if not self.config.read_ahead:
+        """Of the text so far the tokens [B, C], the last layer's values [B, kv_heads, C, head_dim], and which of them
+        are a row's own [B, 1, 1, C] (None where all are)."""
+        if not self.config.recall:
             return None
-        lengths = self.cache.lengths
-        keys, values = self.cache.export(-1, max(lengths))
+        columns = max(self.cache.lengths)
+        tokens = self.cache.export(-1, columns)[0][:, 0, :, 0]  # [B, C]
+        values = self.cache.export(-2, columns)[1]
         if self.prompt_mask is None and self.cache.slots.is_even:
-            return keys, values, None
-        columns = torch.arange(keys.shape[2], device=keys.device)  # [C]
-        visible = columns < self.cache.slots.starts_on(keys.device)  # [B, C]
+            return tokens, values, None
+        visible = torch.arange(columns, device=tokens.device) < self.cache.slots.starts_on(tokens.device)  # [B, C]
         if self.prompt_mask is not None:
-            width = min(self.prompt_mask.shape[1], len(columns))
-            visible[:, :width] &= self.prompt_mask[:, :width].to(keys.device)
-        return keys, values, visible[:, None, None]
+            width = min(self.prompt_mask.shape[1], columns)
+            visible[:, :width] &= self.prompt_mask[:, :width].to(tokens.device)
+        return tokens, values, visible[:, None, None]
 
     # ------------------------------------------------------------------ transformers' own assisted loop
 

@@ -48,7 +48,7 @@ def stepper(heads: CloverHeads) -> Step:
         kept = version, TokenTables.of(heads)
         _tables[heads] = kept
     tables = kept[1]
-    return lambda level, state, tokens, ahead=None: tables.step(heads, level, state, tokens, ahead)
+    return lambda level, state, tokens, recalled=None: tables.step(heads, level, state, tokens, recalled)
 
 
 @torch.no_grad()
@@ -96,7 +96,7 @@ class TokenTables:
         level: int,
         state: torch.Tensor,
         tokens: torch.Tensor,
-        ahead: "torch.Tensor | None" = None,
+        recalled: "torch.Tensor | None" = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if level == 0 and heads.config.decoder_position == "before":
             return heads.step(level, state, tokens)
@@ -105,7 +105,7 @@ class TokenTables:
             looked_up, token_half = looked_up.split((looked_up.shape[-1] - state.shape[-1], state.shape[-1]), dim=-1)
         if self.decoder_half is not None:
             product = F.linear(heads.decoder.norm(state), self.decoder_half) + looked_up  # [..., 2 w]
-            decoded = heads.decoder.add(state, product if ahead is None else product + ahead)  # [..., d]
+            decoded = heads.decoder.add(state, product if recalled is None else product + recalled)  # [..., d]
         else:
             decoded = _attended(heads.decoder, state, *looked_up.chunk(2, dim=-1))  # [..., d]
         if self.state_half is not None:
