@@ -19,6 +19,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_clover import CloverConfig
 
+MOST_COMPARED = 1 << 25  # pairs of a state and a column
+
 
 def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> nn.Linear:
     """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, as "sum" [I ; I], with
@@ -126,34 +128,45 @@ class ResidualBlock(nn.Module):
 
 
 class Kept(NamedTuple):
-    """A text as drafts find it again: what the last layer has kept of it, and how much of it each state may read."""
+    """A text as drafts find it again. Each of T states sees an unbroken stretch of its columns."""
 
     tokens: torch.Tensor  # [B, C] the token that came with each column's state, and follows it
     values: torch.Tensor  # [B, kv_heads, C, head_dim]
-    readable: torch.Tensor  # [B, T, C] the columns that a state sees together with the two before them
+    first: torch.Tensor  # [1 or B, T] the first column that a state sees
+    own: torch.Tensor  # [1 or B, T] the last
     before: torch.Tensor  # [B, T] the token before the one that a state comes with, -1 where it sees none
+
+    def of(self, states: int) -> "Kept":
+        """For the first states alone."""
+        return Kept(self.tokens, self.values, *(each[:, :states] for each in self[2:]))
 
 
 def keep(tokens: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, states: int) -> Kept:
-    """`mask` [1 or B, 1, T, C] says what each of T `states` sees, its own column last; None: they are the last ones,
-    and causal."""
-    columns = torch.arange(values.shape[2], device=values.device)  # [C]
-    visible = (columns <= columns[-states:, None])[None] if mask is None else mask[:, 0]  # [1 or B, T, C]
-    seen = F.pad(visible, (2, 0))  # [1 or B, T, C + 2]
-    own = torch.where(visible, columns, 0).amax(-1)  # [1 or B, T]
-    has_one = seen.gather(-1, own[..., None] + 1)[..., 0]  # [1 or B, T]
+    """`mask` [1 or B, 1, T, C] says what each of T `states` sees; None: they are the last ones, and causal."""
+    if mask is None:
+        own = torch.arange(values.shape[2], device=values.device)[None, -states:]  # [1, T]
+        first = torch.zeros_like(own)
+    else:
+        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [1 or B, T, C]; or else it is added
+        first = visible.byte().argmax(-1)  # [1 or B, T]
+        own = first + visible.sum(-1) - 1
     before = tokens.gather(1, (own - 1).clamp(min=0).expand(len(tokens), -1))  # [B, T]
-    return Kept(tokens, values, visible & seen[..., 1:-1] & seen[..., :-2], torch.where(has_one, before, -1))
+    return Kept(tokens, values, first, own, torch.where(own > first, before, -1))
 
 
 def last_time(kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """What stood behind `tokens` [B, T], each after the one `before` it [B, T], when the two came in a row last: the
     values of that column [B, T, kv_heads head_dim], or zeros."""
+    _, heads, count, size = kept.values.shape
     held = F.pad(kept.tokens, (2, 0), value=-1)[:, None]  # [B, 1, C + 2]
-    same = kept.readable & (held[..., 1:-1] == tokens[..., None]) & (held[..., :-2] == before[..., None])  # [B, T, C]
-    columns = torch.arange(same.shape[-1], device=same.device, dtype=torch.int32)  # [C]
-    last = torch.where(same, columns, -1).amax(-1)[:, None, :, None].long()  # [B, 1, T, 1]
-    _, heads, _, size = kept.values.shape
+    columns = torch.arange(count, device=tokens.device, dtype=torch.int32)  # [C]
+    asked = tokens, before, (kept.first + 2).expand_as(tokens), kept.own.expand_as(tokens)
+    at_once = max(MOST_COMPARED // max(len(tokens) * count, 1), 1)  # no [T, C] of a long text in memory
+    found = []
+    for token, previous, low, high in zip(*(each[..., None].split(at_once, 1) for each in asked), strict=True):
+        same = (columns >= low) & (columns <= high) & (held[..., 1:-1] == token) & (held[..., :-2] == previous)
+        found.append(torch.where(same, columns, -1).amax(-1))  # [B, <= T]
+    last = torch.cat(found, dim=1)[:, None, :, None].long()  # [B, 1, T, 1]
     values = kept.values.gather(2, last.clamp(min=0).expand(-1, heads, -1, size))  # [B, kv_heads, T, head_dim]
     return torch.where(last < 0, 0, values).transpose(1, 2).flatten(-2)
 

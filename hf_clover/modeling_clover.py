@@ -239,8 +239,7 @@ class CloverHeads(PreTrainedModel):
             told = ()
             if kept is not None:
                 before = input_ids[:, level - 1 : length - 1] if level else kept.before  # [B, T - level]
-                readable = kept.readable[:, :valid]  # [1 or B, T - level, C]
-                told = (self.recall(kept._replace(readable=readable), tokens, before),)  # [B, T - level, 2 w]
+                told = (self.recall(kept.of(valid), tokens, before),)  # [B, T - level, 2 w]
             out, state = self.step(level, state[:, :valid], tokens, *told)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
-from hf_clover import CloverConfig, CloverHeads
+from hf_clover import CloverConfig, CloverHeads, blocks
 from hf_clover.blocks import Kept, keep, last_time
 from hf_clover.cards import render
 from hf_clover.configuration_clover import VARIANTS
@@ -89,16 +89,21 @@ def of_level(kept: Kept, ids: torch.Tensor, level: int) -> torch.Tensor:
     """What each state is told at the text's own tokens, as `CloverHeads.forward` asks for it."""
     length = ids.shape[1]
     before = ids[:, level - 1 : length - 1] if level else kept.before
-    return last_time(kept._replace(readable=kept.readable[:, : length - level]), ids[:, level:], before)
+    return last_time(kept.of(length - level), ids[:, level:], before)
 
 
+@pytest.mark.parametrize("at_once", [1 << 25, 100, 1], ids=lambda n: f"{n} at once")
 @pytest.mark.parametrize("starts", [(0, 0, 0), (0, 4, 11)], ids=["even", "padded or packed"])
-def test_recall_finds_where_two_tokens_came_in_a_row_last(starts):
+def test_recall_finds_where_two_tokens_came_in_a_row_last(starts, at_once, monkeypatch):
     """Left padding, and documents packed behind each other: what stands before a row's start is never found."""
+    monkeypatch.setattr(blocks, "MOST_COMPARED", at_once)
     ids, values = text_of()
     columns = torch.arange(12)
     mask = (columns <= columns[:, None]) & (columns >= torch.tensor(starts)[:, None, None])  # [B, T, C]
     kept = keep(ids, values, mask[:, None] if any(starts) else None, 12)
+    added = torch.zeros(mask.shape).masked_fill(~mask, -1e9)[:, None]  # the other form of a mask
+    assert torch.equal(keep(ids, values, added, 12).before, kept.before)
+    assert torch.equal(keep(ids, values, added, 12).own.expand(3, -1), kept.own.expand(3, -1))
     found = 0
     for level in range(5):
         told = of_level(kept, ids, level)

@@ -32,9 +32,10 @@ def target():
 
 
 def settled(batch, width, size, start, generator):
-    """Hidden states, tokens and positions as after a walk, a different number of them for each row."""
+    """Hidden states, tokens and positions as after a walk, a different number of them for each row. Few different
+    tokens: pairs of them come again, for heads that recall."""
     hidden = torch.randn(batch, width, size, generator=generator)
-    tokens = torch.randint(VOCABULARY, (batch, width), generator=generator)
+    tokens = torch.randint(4, (batch, width), generator=generator)
     positions = torch.tensor(start)[:, None] + torch.arange(width)
     return hidden, tokens, positions
 
