@@ -178,6 +178,7 @@ def _claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"`precompute_dir` {str(folder)!r} holds the hidden states of another dataset or target: "
                 f"{', '.join(differing)} differ. Choose another `precompute_dir`, or delete that folder."
             )
+        return  # nothing is written again that another run may be reading
     write_whole(note, json.dumps(identity, indent=2) + "\n")
 
 

@@ -146,6 +146,14 @@ def test_a_folder_of_other_data_or_another_target(tmp_path: Path) -> None:
         precompute(tmp_path, CountingTeacher(seed=3))
 
 
+def test_a_whole_folder_is_only_read(tmp_path: Path) -> None:
+    """So that several runs may share it at the same time."""
+    precompute(tmp_path, CountingTeacher())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    precompute(tmp_path, CountingTeacher())
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
 def test_a_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`precompute_targets=True` needs a dataset of known length"):
         make_trainer(tmp_path, make_target(), random_ids(DATA).to_iterable_dataset(), precompute_targets=True)
