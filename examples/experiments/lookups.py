@@ -85,7 +85,7 @@ def panels_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             )
             for name in PAIR
         ]
-        drawn.append(panel("bars", f"{target}: after drafts that went on as before", "", "next draft right", series))
+        drawn.append(panel("bars", f"{target}: what the text went on with", "", "next draft right", series))
     return drawn
 
 
