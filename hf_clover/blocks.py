@@ -130,7 +130,7 @@ class ResidualBlock(nn.Module):
 class Kept(NamedTuple):
     """A text as drafts find it again. Each of T states sees an unbroken stretch of its columns."""
 
-    tokens: torch.Tensor  # [B, C] the token that came with each column's state, and follows it
+    tokens: torch.Tensor  # [B, 2 + C] the token that came with each column's state, and follows it; before them -1
     values: torch.Tensor  # [B, kv_heads, C, head_dim]
     first: torch.Tensor  # [1 or B, T] the first column that a state sees
     own: torch.Tensor  # [1 or B, T] the last
@@ -151,6 +151,7 @@ def keep(tokens: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, 
         first = visible.byte().argmax(-1)  # [1 or B, T]
         own = first + visible.sum(-1) - 1
     before = tokens.gather(1, (own - 1).clamp(min=0).expand(len(tokens), -1))  # [B, T]
+    tokens = F.pad(tokens, (2, 0), value=-1)  # [B, 2 + C]
     return Kept(tokens, values, first, own, torch.where(own > first, before, -1))
 
 
@@ -158,7 +159,7 @@ def last_time(kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.T
     """What stood behind `tokens` [B, T], each after the one `before` it [B, T], when the two came in a row last: the
     values of that column [B, T, kv_heads head_dim], or zeros."""
     _, heads, count, size = kept.values.shape
-    held = F.pad(kept.tokens, (2, 0), value=-1)[:, None]  # [B, 1, C + 2]
+    held = kept.tokens[:, None]  # [B, 1, 2 + C]
     columns = torch.arange(count, device=tokens.device, dtype=torch.int32)  # [C]
     asked = tokens, before, (kept.first + 2).expand_as(tokens), kept.own.expand_as(tokens)
     at_once = max(MOST_COMPARED // max(len(tokens) * count, 1), 1)  # no [T, C] of a long text in memory

@@ -71,7 +71,7 @@ def bigrams(seed=0):
             layer.mlp.down_proj.weight.zero_()
     heads = CloverHeads.from_target(target)
 
-    def step(level, states, tokens, *ahead):
+    def step(level, states, tokens, *recalled):
         return target.model.norm(target.model.embed_tokens(tokens)), states
 
     return target, heads, mock.patch.object(drafting, "stepper", return_value=step)

@@ -48,6 +48,7 @@ def test_only_drafts_count_before_which_both_are_right(lookups, folder, tmp_path
     words += ["--drafters", *lookups.PAIR, "--budgets", "64"]
     with pytest.raises(ValueError, match=r"`--work`: there is no clover-x that was trained on 64 tokens with seed 0"):
         lookups.main(words)
+    assert not (tmp_path / "learning.json").exists()  # it reads what another script writes
     importlib.import_module("learning").main(words)
     lookups.main(words)  # with what they draft, which is next to nothing
 

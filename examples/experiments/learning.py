@@ -73,13 +73,17 @@ class Course:
         self.prompts = load_prompts("stand-in", self.tokenizer, args.num_prompts)
         self.about = describe(Path(folder))
 
-    def prepare(self) -> None:
-        """The text to learn from and to measure on; what plain generate says."""
-        args = self.args
-        self.data: Data = load_data(args, self.target, self.tokenizer)
-        rows = full_rows(self.data.test, args.length)
+    def read_data(self) -> None:
+        """The text to learn from and to measure on."""
+        self.data: Data = load_data(self.args, self.target, self.tokenizer)
+        rows = full_rows(self.data.test, self.args.length)
         third = max(1, len(rows) // 3)
         self.to_tune_on, self.to_measure_on = rows[:third], rows[third:]
+
+    def prepare(self) -> None:
+        """What training and measuring need: the text, and what plain generate says."""
+        args = self.args
+        self.read_data()
         classroom = self.data, args.length, args.batch_size, self.work
         self.classroom = Classroom(self.target, self.tokenizer, *classroom)
         self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)

@@ -44,7 +44,6 @@ def found(ids: Sequence[int], place: int, right: int) -> str:
 
 def rows_of(course: Course, tokens: int, seed: int) -> list[dict[str, Any]]:
     rows = course.to_measure_on
-    places = course.places
     hits = {}  # [N, P, DEPTH] of each
     for name in PAIR:
         folder = course.folder_of(name, tokens, seed)
@@ -57,7 +56,7 @@ def rows_of(course: Course, tokens: int, seed: int) -> list[dict[str, Any]]:
         hits[name] = right_drafts(heads, course.target, rows, course.start, DEPTH, EVERY).tolist()
     counts, right = Counter(), Counter()
     for n, ids in enumerate(rows.tolist()):
-        for p, place in enumerate(places):
+        for p, place in enumerate(course.places):
             for level in range(1, DEPTH):
                 if all(hits[name][n][p][level - 1] for name in PAIR):
                     where = found(ids, place, level)
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with admitted():
         for folder in args.targets:
             course = Course(args, folder, ledger)
-            course.prepare()
+            course.read_data()
             for seed in args.seeds:
                 rows += rows_of(course, max(args.budgets), seed)
     table = [

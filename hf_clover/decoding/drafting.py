@@ -102,7 +102,8 @@ def grow(
         nonlocal states, last, before
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
-            before = last.gather(1, chosen)  # [B, W]
+            if kept is not None:
+                before = last.gather(1, chosen)  # [B, W]
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
@@ -232,13 +233,18 @@ class CloverCandidateGenerator(CandidateGenerator):
             return None  # plain causal attention needs no mask, nor does a token that sees everything
         columns = max(lengths) + new
         last_visible = torch.tensor(lengths)[:, None] + torch.arange(new)  # [B, m]
-        visible = torch.arange(columns) <= last_visible[..., None]  # [B, m, columns]
+        visible = self._without_padding(torch.arange(columns) <= last_visible[..., None])  # [B, m, columns]
         if self.prompt_mask is not None:
-            width = min(self.prompt_mask.shape[1], columns)
-            visible[:, :, :width] &= self.prompt_mask.cpu()[:, None, :width]
             # A padding column sees itself, so that no row of the attention is empty.
             visible |= torch.arange(columns) == last_visible[..., None]
         return visible[:, None].to(device)
+
+    def _without_padding(self, visible: torch.Tensor) -> torch.Tensor:
+        """`visible` [B, m, columns], narrowed in place to what is not the prompt's padding."""
+        if self.prompt_mask is not None:
+            width = min(self.prompt_mask.shape[1], visible.shape[-1])
+            visible[..., :width] &= self.prompt_mask[:, None, :width].to(visible.device)
+        return visible
 
     # ------------------------------------------------------------------ drafting
 
@@ -262,11 +268,9 @@ class CloverCandidateGenerator(CandidateGenerator):
         values = self.cache.export(-2, columns)[1]
         if self.prompt_mask is None and self.cache.slots.is_even:
             return tokens, values, None
-        visible = torch.arange(columns, device=tokens.device) < self.cache.slots.starts_on(tokens.device)  # [B, C]
-        if self.prompt_mask is not None:
-            width = min(self.prompt_mask.shape[1], columns)
-            visible[:, :width] &= self.prompt_mask[:, :width].to(tokens.device)
-        return tokens, values, visible[:, None, None]
+        starts = self.cache.slots.starts_on(tokens.device)[..., None]  # [B, 1, 1]
+        visible = self._without_padding(torch.arange(columns, device=tokens.device) < starts)  # [B, 1, C]
+        return tokens, values, visible[:, None]
 
     # ------------------------------------------------------------------ transformers' own assisted loop
 
