@@ -372,8 +372,9 @@ def test_ctrl_c_while_nothing_is_generated_explains_itself(target):
 def start(*words: str) -> subprocess.Popen:
     code = "from hf_clover.cli import main; main()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the other tests' processes have the other cores
-    return subprocess.Popen([sys.executable, "-u", "-c", code, *words], env=one_thread, **pipes)
+    # The other tests' processes have the other cores; a process that hangs can say where.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return subprocess.Popen([sys.executable, "-u", "-c", code, *words], env=env, **pipes)
 
 
 def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> bytes:
@@ -386,6 +387,16 @@ def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> 
     return seen
 
 
+def rest_of(process: subprocess.Popen, stdin: bytes = b"", limit: float = 120) -> tuple[bytes, bytes]:
+    """What it still says until it ends; where it does not end, its stack is in the failure."""
+    try:
+        return process.communicate(stdin, timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate(timeout=limit)
+        pytest.fail(f"did not end; stdout {out[-500:]}, stderr:\n{err.decode(errors='replace')[-8000:]}")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_chat(models):
@@ -395,7 +406,7 @@ def test_a_real_ctrl_c_in_chat(models):
     read_until(process, b"continued; /help lists the commands\n")
     process.stdout.read(4)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(b"abc\n/exit\n", timeout=120)
+    out, err = rest_of(process, b"abc\n/exit\n")
     assert process.returncode == 0, err
     assert b"Traceback" not in err
     assert len(FIGURES.findall(out.decode())) == 2
@@ -409,7 +420,7 @@ def test_a_real_ctrl_c_in_generate(models):
     read_until(process, b"(((")
     process.stdout.read(2)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = rest_of(process)
     assert process.returncode == 130
     assert b"Traceback" not in err
 
