@@ -6,6 +6,7 @@ The automatic budget is run against a simulated machine, whose clock it is told;
 
 import gc
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ class Machine:
     def step(self):
         rows = list(range(self.rows))
         drafted = self.tree(self.budget.ask(self.rows, 100))
-        tree = self.budget.cut(drafted, rows)
+        tree = self.budget.cut(drafted, rows, [100] * self.rows)
         nodes = tree.size - 1
         paths = []
         for _ in rows:
@@ -199,6 +200,36 @@ def test_heads_that_know_nothing_cost_next_to_nothing(rows):
     assert machine.run(128) > 0.95 * plain
     assert machine.run(2000) > 0.99 * plain
     assert machine.budget.costs.rest == LONGEST_REST
+
+
+def until_all_have(tokens, tops, **machine):
+    """Seconds until every row has so many, rows with a chance of `tops`. A step takes what it takes for any rows."""
+    machine = Machine(rows=len(tops), **machine)
+    budget, going, lengths, seconds = machine.budget, list(range(len(tops))), [0] * len(tops), 0.0
+    while going:
+        machine.rows, place = len(going), torch.tensor(going)
+        drafted = machine.tree(budget.ask(len(going), 100))
+        likely = drafted.depths * torch.tensor(tops)[place, None].log()  # [rows, n]
+        tree = budget.cut(replace(drafted, log_probs=likely), list(range(len(going))), [lengths[i] for i in going])
+        paths = []
+        for row in going:
+            accepted = 0
+            while accepted < tree.size - 1 and machine.rng.random() < tops[row]:
+                accepted += 1
+            paths.append(list(range(accepted + 1)))
+            lengths[row] += accepted + 1
+        draft, forward = machine.draft * (drafted.size > 1), machine.forward(tree.size - 1)
+        budget.learn(tree, paths, draft, forward)
+        seconds += draft + forward
+        going = [row for row in going if lengths[row] < tokens]
+    return seconds
+
+
+def test_a_call_is_over_with_its_last_row():
+    """Most rows would gain by half; the one that gains nothing decides how long all wait."""
+    machine = dict(plain=10e-3, draft=6e-3, start=13e-3, slope=0.2e-3)
+    assert until_all_have(400, [0.7] * 8, **machine) < 0.8 * 400 * machine["plain"]
+    assert until_all_have(400, [0.7] * 7 + [0.03], **machine) < 1.1 * 400 * machine["plain"]
 
 
 @pytest.mark.parametrize(("draft", "start"), [(4e-3, 11e-3), (6e-3, 16e-3)], ids=["by far", "by half"])
@@ -323,7 +354,7 @@ def test_the_heads_see_later_what_they_did_not_draft(target):
             def ask(self, rows, context):
                 return 0 if rests and context % 3 else self.nodes  # noqa: B023
 
-            def cut(self, tree, rows):
+            def cut(self, tree, rows, lengths):
                 seen.append((tree.tokens[0, 0].item(), tree.log_probs[0, 1:]))  # noqa: B023
                 return tree.first(0)  # a step at a time, so that both stand at the same places
 
@@ -337,3 +368,23 @@ def test_the_heads_see_later_what_they_did_not_draft(target):
             torch.testing.assert_close(always, later, atol=1e-5, rtol=1e-5)
             compared += 1
     assert 5 < compared < 15
+
+
+def test_it_is_told_how_far_each_row_is(target):
+    ids = torch.tensor([[1, 4, 2, 5, 3], [2, 2, 7, 1, 9], [6, 1, 4, 2, 5]])
+    heads = fit(CloverHeads.from_target(target), target)
+    told = []
+
+    class Watching(FixedBudget):
+        def cut(self, tree, rows, lengths):
+            told.append((tree.tokens[rows, 0].tolist(), list(lengths)))
+            return tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_clover.decoding.loop.make_budget", lambda *_: Watching(6))
+        texts = target.generate(ids, max_new_tokens=40, assistant_model=heads, do_sample=False, pad_token_id=0)
+    assert any(len(set(lengths)) > 1 for _, lengths in told), "rows that accept drafts go on unevenly"
+    assert any(len(lengths) < 3 for _, lengths in told), "and those that have ended are not counted"
+    for roots, lengths in told:
+        for root, length in zip(roots, lengths, strict=True):
+            assert root in texts[:, length], "the root is the one token that is not in the cache"

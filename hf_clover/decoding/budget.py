@@ -70,7 +70,7 @@ class FixedBudget:
     def ask(self, rows: int, context: int) -> int:
         return self.nodes
 
-    def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
+    def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         return tree
 
     def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
@@ -213,8 +213,8 @@ class AutomaticBudget:
             self.reach = self._snapped(max(START // rows, 1))
         return self.reach
 
-    def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
-        """`rows`: those that are unfinished."""
+    def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
+        """`rows`: those that are unfinished; `lengths`: of their texts."""
         self.drafted, self.log_probs = tree.size - 1, None
         if tree.size == 1:
             return tree
@@ -222,7 +222,7 @@ class AutomaticBudget:
         if not bool((log_probs[:, 0] > -torch.inf).any()):
             self.log_probs = log_probs
             return tree  # nothing to choose from; the walk will say so
-        best = self._best(log_probs)
+        best = self._best(log_probs, [place for place, length in enumerate(lengths) if length == min(lengths)])
         self.chosen.append(best)
         larger = (size for size in self.sizes if size > best)
         self.reach = next(larger, best) if best >= self.reach else max(1, *self.chosen)
@@ -277,8 +277,8 @@ class AutomaticBudget:
     def _snapped(self, nodes: int) -> int:
         return max((size for size in self.sizes if size <= nodes), default=0)
 
-    def _best(self, log_probs: torch.Tensor) -> int:
-        """How many nodes of a tree are worth their time."""
+    def _best(self, log_probs: torch.Tensor, last: Sequence[int]) -> int:
+        """How many nodes of a tree are worth their time. `last`: the places of the rows that are furthest behind."""
         costs, rows = self.costs, len(log_probs)
         drafted = int((log_probs > -torch.inf).sum(1).max())  # the rest are places that could not be filled
         sizes = [size for size in self.sizes if size <= drafted]
@@ -286,21 +286,27 @@ class AutomaticBudget:
         self.acceptance.trees += 1
         if len(costs.forwards) < 2:  # two sizes make a line
             return min(self._snapped(max(START // rows >> len(costs.forwards), 1)), sizes[-1])
-        gains = self.acceptance.expected(log_probs).sum(0).cumsum(0).tolist()  # [N] tokens beyond the rows' own
+        gains = self._gains(log_probs, last).tolist()  # [N] tokens of a row beyond its own
         forwards = seconds_by_size(costs.forwards, sizes, costs.plain.value)  # the first is of no nodes: sizes[0] = 0
         plain = forwards[0] = min(costs.plain.value, forwards[0])
         drafts = seconds_by_size(costs.drafts, sizes)
         seconds = [draft + forward for draft, forward in zip(drafts, forwards, strict=True)]
-        tokens = [rows + (gains[size - 1] if size else 0.0) for size in sizes]
+        tokens = [1 + (gains[size - 1] if size else 0.0) for size in sizes]
         rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
         place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * max(rates))
-        self._rest_or_go_on(costs, rates[place] * plain / rows)
+        self._rest_or_go_on(costs, rates[place] * plain)
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
             place = min(place + 1, len(sizes) - 1) if up else place - 1
         if self.acceptance.trees <= LEARNING:  # what is not verified teaches nothing
             return max(sizes[place], min(self._snapped(max(START // rows // 4, 1)), sizes[-1]))
         return sizes[place]
+
+    def _gains(self, log_probs: torch.Tensor, last: Sequence[int]) -> torch.Tensor:
+        """[N]: what a row gains from as many nodes. The call is over with its last row, while every row that ends
+        makes the steps of the others cheaper; so those furthest behind count as much as all rows do."""
+        expected = self.acceptance.expected(log_probs)  # [rows, N]
+        return ((expected.mean(0) + expected[last].mean(0)) / 2).cumsum(0)
 
     def _rest_or_go_on(self, costs: Costs, advantage: float) -> None:
         if self.acceptance.trees <= LEARNING:

@@ -7,7 +7,7 @@ Shapes: B batch, T prompt columns, n tree nodes, m walked nodes at most, d hidde
 """
 
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,7 @@ def speculate(
                 continue
             unfinished = text.unfinished
             with _clock(stats, "draft_seconds") as drafting:
-                tree = _draft(drafter, budget, text, max(run.cache.lengths), logits.shape[-1])
+                tree = _draft(drafter, budget, text, run.cache.lengths, logits.shape[-1])
             with _clock(stats, "verify_seconds"):
                 logits = run.verify(tree)  # [B, n, V]
             with _clock(stats, "walk_seconds"):
@@ -164,12 +164,15 @@ def _take_in_walk(
     drafter.extend(hidden, torch.stack(tokens), positions, counts)
 
 
-def _draft(drafter: CloverCandidateGenerator, budget: Budget, text: Text, length: int, vocab_size: int) -> Tree:
+def _draft(
+    drafter: CloverCandidateGenerator, budget: Budget, text: Text, lengths: Sequence[int], vocab_size: int
+) -> Tree:
+    """`lengths` of the live rows' texts."""
     unfinished = text.unfinished
-    nodes = budget.ask(len(unfinished), length)
+    nodes = budget.ask(len(unfinished), max(lengths))
     foresight = foresee(text, min(nodes, drafter.config.draft_depth), vocab_size) if nodes else None
     tree = drafter.draft(nodes, foresight=foresight)
-    tree = budget.cut(tree, unfinished)
+    tree = budget.cut(tree, unfinished, [lengths[place] for place in unfinished])
     if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
         finished = torch.tensor(text.finished, device=tree.tokens.device)
         tree = with_chain(tree, finished, text.pad)

@@ -70,9 +70,9 @@ class SharedBudget:
     def ask(self, rows: int, context: int) -> int:
         return self.own.ask(rows, context) if self.decides else 0
 
-    def cut(self, tree: Tree, rows: Sequence[int]) -> Tree:
+    def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         if self.decides:
-            tree = self.own.cut(tree, rows)
+            tree = self.own.cut(tree, rows, lengths)
         return shared_tree(tree, self.most_nodes + 1, self.group)
 
     def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
