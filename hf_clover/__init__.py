@@ -93,9 +93,11 @@ def _load(name: str) -> Callable[[], None]:
     return lambda: (importlib.import_module(f"{__name__}.{name}"), None)[1]
 
 
-# Importing an Auto class loads ours, and ours registers itself when complete, whichever of the two came first.
+# Importing an Auto class loads ours, and ours registers itself when complete, whichever of the two came first; so does
+# the hook. Transformers imports the Auto classes in the middle of its models, so ours may need none of those to load.
 when_imported("transformers.models.auto.configuration_auto", _load("configuration_clover"))
 when_imported("transformers.models.auto.modeling_auto", _load("modeling_clover"))
 when_imported(f"{__name__}.configuration_clover", _register_config)
 when_imported(f"{__name__}.modeling_clover", _register_model)
-when_imported("transformers.generation.utils", _install_hook)
+when_imported("transformers.generation.utils", _load("decoding.hook"))
+when_imported(f"{__name__}.decoding.hook", _install_hook)

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_clover import CloverConfig
 
-MOST_COMPARED = 1 << 25  # pairs of a state and a column
+LONGEST_RUN = 4  # R: tokens that are compared to find a place again
+MOST_COMPARED = 1 << 24  # tokens of a state's run with tokens of the text
 
 
 def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> nn.Linear:
@@ -130,11 +130,11 @@ class ResidualBlock(nn.Module):
 class Kept(NamedTuple):
     """A text as drafts find it again. Each of T states sees an unbroken stretch of its columns."""
 
-    tokens: torch.Tensor  # [B, 2 + C] the token that came with each column's state, and follows it; before them -1
+    tokens: torch.Tensor  # [B, R + C] the token that came with each column's state, and follows it; before them -1
     values: torch.Tensor  # [B, kv_heads, C, head_dim]
     first: torch.Tensor  # [1 or B, T] the first column that a state sees
     own: torch.Tensor  # [1 or B, T] the last
-    before: torch.Tensor  # [B, T] the token before the one that a state comes with, -1 where it sees none
+    before: torch.Tensor  # [B, T, R - 1] the tokens before the one that a state comes with, -1 where it sees none
 
     def of(self, states: int) -> "Kept":
         """For the first states alone."""
@@ -150,26 +150,45 @@ def keep(tokens: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, 
         visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [1 or B, T, C]; or else it is added
         first = visible.byte().argmax(-1)  # [1 or B, T]
         own = first + visible.sum(-1) - 1
-    before = tokens.gather(1, (own - 1).clamp(min=0).expand(len(tokens), -1))  # [B, T]
-    tokens = F.pad(tokens, (2, 0), value=-1)  # [B, 2 + C]
-    return Kept(tokens, values, first, own, torch.where(own > first, before, -1))
+    tokens = F.pad(tokens, (LONGEST_RUN, 0), value=-1)  # [B, R + C]
+    places = own[..., None] - torch.arange(LONGEST_RUN - 1, 0, -1, device=own.device)  # [1 or B, T, R - 1]
+    index = (places + LONGEST_RUN).flatten(1).expand(len(tokens), -1)  # [B, T (R - 1)]
+    before = tokens.gather(1, index).unflatten(1, places.shape[1:])  # [B, T, R - 1]
+    return Kept(tokens, values, first, own, torch.where(places < first[..., None], -1, before))
+
+
+def followed(tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """What `before` [B, T, R - 1] is for the tokens that come after `tokens` [B, T]."""
+    return torch.cat((before[..., 1:], tokens[..., None]), dim=-1)
 
 
 def last_time(kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """What stood behind `tokens` [B, T], each after the one `before` it [B, T], when the two came in a row last: the
-    values of that column [B, T, kv_heads head_dim], or zeros."""
+    """What stood behind `tokens` [B, T] the last time that the longest run of them and of those `before` them
+    [B, T, R - 1] came in the text: the values of that column [B, T, kv_heads head_dim], or zeros for a new token."""
     _, heads, count, size = kept.values.shape
-    held = kept.tokens[:, None]  # [B, 1, 2 + C]
+    held = kept.tokens.unfold(1, count, 1)[:, None, :LONGEST_RUN]  # [B, 1, R, C] up to R tokens before each column
     columns = torch.arange(count, device=tokens.device, dtype=torch.int32)  # [C]
-    asked = tokens, before, (kept.first + 2).expand_as(tokens), kept.own.expand_as(tokens)
-    at_once = max(MOST_COMPARED // max(len(tokens) * count, 1), 1)  # no [T, C] of a long text in memory
+    places = columns - torch.arange(LONGEST_RUN, device=tokens.device).flip(0)[:, None]  # [R, C] one behind each's
+    asked = torch.cat((before, tokens[..., None]), dim=-1), kept.first[..., None], kept.own[..., None]
+    at_once = max(MOST_COMPARED // max(held.numel(), 1), 1)  # no [T, C] of a long text in memory
     found = []
-    for token, previous, low, high in zip(*(each[..., None].split(at_once, 1) for each in asked), strict=True):
-        same = (columns >= low) & (columns <= high) & (held[..., 1:-1] == token) & (held[..., :-2] == previous)
-        found.append(torch.where(same, columns, -1).amax(-1))  # [B, <= T]
-    last = torch.cat(found, dim=1)[:, None, :, None].long()  # [B, 1, T, 1]
+    for run, first, own in zip(*(each.expand(len(tokens), tokens.shape[1], -1).split(at_once, 1) for each in asked)):
+        same = (held == run[..., None]) & (places > first[..., None]) & (columns <= own[..., None])  # [B, T, R, C]
+        for i in range(LONGEST_RUN - 1, 0, -1):  # a run is found where all of it is
+            same[:, :, i - 1] &= same[:, :, i]
+        last = torch.where(same, columns, -1).amax(-1)  # [B, <= T, R] of the run from there on
+        longest = (last >= 0).sum(-1, keepdim=True)
+        found.append(last.gather(-1, (LONGEST_RUN - longest).clamp(max=LONGEST_RUN - 1)))  # [B, <= T, 1]
+    last = torch.cat(found, dim=1)[:, None].long()  # [B, 1, T, 1]
     values = kept.values.gather(2, last.clamp(min=0).expand(-1, heads, -1, size))  # [B, kv_heads, T, head_dim]
     return torch.where(last < 0, 0, values).transpose(1, 2).flatten(-2)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions for x [B, heads, T, head_dim]. transformers' own would be imported from a model's module, and
+    this one is loaded while that one is: by `import hf_clover` and then a model class."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
 
 
 class CloverAttention(nn.Module):
@@ -199,7 +218,7 @@ class CloverAttention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
         v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)  # [B, kv_heads, T, head_dim]
         if self.use_rope:
-            q, k = apply_rotary_pos_emb(q, k, *rope)
+            q, k = rotated(q, *rope), rotated(k, *rope)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
         if mask is None:

@@ -45,8 +45,9 @@ class CloverConfig(PreTrainedConfig):
         entry (`str`, *optional*): what stands before the block where something does: a `"decoder"` like the others, or
             `"fc"`, a linear layer of state and token.
         recall (`bool`, *optional*): at each token of a draft a gated decoder is also told what followed in the text
-            when this token and the one before it came in a row last, by what the last layer's attention keeps of
-            it: drafts find earlier text again without attention. `None` is yes for clover-x wherever it can.
+            the last time that the longest run of this token and up to three before it came, by what the last layer's
+            attention keeps of it: drafts find earlier text again without attention. `None` is yes for clover-x
+            wherever it can.
         regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
             starts from the Augmenting Block's output and the target's own token.
         output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`

@@ -28,7 +28,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import ModelOutput
 
 from .blocks import (
@@ -42,6 +41,7 @@ from .blocks import (
     Kept,
     MLPDecoder,
     ResidualBlock,
+    followed,
     keep,
     last_time,
     started_linear,
@@ -80,6 +80,8 @@ class CloverHeads(PreTrainedModel):
             self.entry_decoder = decoder(config) if config.entry == "decoder" else EntryProjector(config)
         if config.has_augmenting_block:
             self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
+            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which may be loading us
+
             self.rotary_emb = LlamaRotaryEmbedding(config)
         # Otherwise nothing was changed, and the target's own norm closes, or what was changed is normed already.
         if (config.has_augmenting_block or config.has_entry_decoder) and not config.normalize_hidden_states:
@@ -164,8 +166,8 @@ class CloverHeads(PreTrainedModel):
         return x, looked_at
 
     def recall(self, kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What `step` is told at `tokens` [B, T], each after the one `before` it [B, T]: of the text that is `kept`,
-        what followed when the two came in a row last [B, T, 2 w]."""
+        """What `step` is told at `tokens` [B, T], which come after those `before` them [B, T, R - 1]: of the text that
+        is `kept`, what followed the last time that the longest run of them came [B, T, 2 w]."""
         return self.recalled(last_time(kept, tokens, before))
 
     def rope_and_mask(
@@ -233,13 +235,14 @@ class CloverHeads(PreTrainedModel):
         first, looked_at = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
         state, length, outputs = first, input_ids.shape[1], []
         kept = keep(*looked_at, length) if looked_at is not None and length else None
+        before = None if kept is None else kept.before
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
             told = ()
             if kept is not None:
-                before = input_ids[:, level - 1 : length - 1] if level else kept.before  # [B, T - level]
-                told = (self.recall(kept.of(valid), tokens, before),)  # [B, T - level, 2 w]
+                told = (self.recall(kept.of(valid), tokens, before[:, :valid]),)  # [B, T - level, 2 w]
+                before = followed(tokens, before[:, :valid])  # [B, T - level, R - 1]
             out, state = self.step(level, state[:, :valid], tokens, *told)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)

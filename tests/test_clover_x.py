@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, blocks
-from hf_clover.blocks import Kept, keep, last_time
+from hf_clover.blocks import Kept, followed, keep, last_time
 from hf_clover.cards import render
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.decoding.drafting import CloverCandidateGenerator
@@ -72,9 +72,10 @@ def recall_one_by_one(
     `start`; the state stands at `t`, and was followed by `drafted` tokens of which `level` have been taken."""
     text = ids[start : t + 1]
     path = [*text, *drafted[:level]]
-    for place in range(len(text) - 1, 1, -1):
-        if len(path) > 1 and text[place - 2 : place] == path[-2:]:
-            return values[:, start + place].flatten()
+    for run in range(min(4, len(path)), 0, -1):
+        for place in range(len(text) - 1, run - 1, -1):
+            if text[place - run : place] == path[-run:]:
+                return values[:, start + place].flatten()
     return torch.zeros_like(values[:, 0]).flatten()
 
 
@@ -87,14 +88,15 @@ def text_of(batch: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
 
 def of_level(kept: Kept, ids: torch.Tensor, level: int) -> torch.Tensor:
     """What each state is told at the text's own tokens, as `CloverHeads.forward` asks for it."""
-    length = ids.shape[1]
-    before = ids[:, level - 1 : length - 1] if level else kept.before
-    return last_time(kept.of(length - level), ids[:, level:], before)
+    before, length = kept.before, ids.shape[1]
+    for earlier in range(level):
+        before = followed(ids[:, earlier:], before[:, : length - earlier])
+    return last_time(kept.of(length - level), ids[:, level:], before[:, : length - level])
 
 
 @pytest.mark.parametrize("at_once", [1 << 25, 100, 1], ids=lambda n: f"{n} at once")
 @pytest.mark.parametrize("starts", [(0, 0, 0), (0, 4, 11)], ids=["even", "padded or packed"])
-def test_recall_finds_where_two_tokens_came_in_a_row_last(starts, at_once, monkeypatch):
+def test_recall_finds_where_the_longest_run_came_last(starts, at_once, monkeypatch):
     """Left padding, and documents packed behind each other: what stands before a row's start is never found."""
     monkeypatch.setattr(blocks, "MOST_COMPARED", at_once)
     ids, values = text_of()
@@ -121,13 +123,18 @@ def test_recall_from_the_last_place_alone():
     ids, values = text_of()
     lengths = torch.tensor([12, 9, 1])
     kept = keep(ids, values, (torch.arange(12) < lengths[:, None])[:, None, None], 1)
-    assert kept.before.tolist() == [[ids[0, 10]], [ids[1, 7]], [-1]]
-    for token, before in itertools.product(range(3), repeat=2):
-        told = last_time(kept, torch.full((3, 2), token), torch.full((3, 2), before))
+    earlier = [ids[0, 8:11].tolist(), ids[1, 5:8].tolist(), [-1, -1, -1]]
+    assert kept.before[:, 0].tolist() == earlier
+    own = ids.gather(1, lengths[:, None] - 1)  # [B, 1]
+    for drafted in itertools.product(range(3), repeat=2):
+        tokens, before = own, kept.before
+        for token in drafted:
+            tokens, before = torch.full((3, 1), token), followed(tokens, before)
+        told = last_time(kept, tokens.expand(-1, 2), before.expand(-1, 2, -1))
         assert torch.equal(told[:, 0], told[:, 1])
         for row, length in enumerate(lengths.tolist()):
             path = ids[row, :length].tolist()
-            expected = recall_one_by_one(path, values[row], 0, length - 1, 2, [before, token])
+            expected = recall_one_by_one(path, values[row], 0, length - 1, 2, list(drafted))
             assert torch.equal(told[row, 0], expected)
 
 

@@ -56,9 +56,19 @@ def test_import_is_light():
 # Ways to start a program, all of which must end in the same place.
 STARTS = {
     "before transformers": "import hf_clover\nimport transformers",
+    "before a model class": "import hf_clover\nfrom transformers import LlamaForCausalLM",
+    "before another model class": "import hf_clover\nfrom transformers import Qwen3ForCausalLM, LlamaForCausalLM",
+    "before a model's module": "import hf_clover\nimport transformers.models.llama.modeling_llama",
+    "before what models are made of": "import hf_clover\nimport transformers.modeling_layers",
+    "before a task": "import hf_clover\nfrom transformers import pipeline",
+    "before generation": "import hf_clover\nfrom transformers.generation.utils import GenerationMixin",
+    "before models": "import hf_clover\nfrom transformers import PreTrainedModel",
     "after AutoConfig": "from transformers import AutoConfig\nimport hf_clover",
     "after everything": "from transformers import AutoConfig, AutoModel, LlamaForCausalLM\nimport hf_clover",
     "heads first": "from hf_clover import CloverHeads",
+    "what heads are built of first": "import hf_clover.blocks",
+    "the hook first": "from hf_clover import install_hook",
+    "the loop first": "import hf_clover.decoding.loop",
 }
 CHECK = """
 import sys

@@ -4,8 +4,9 @@ Contract: a budget is asked before each step how many nodes to draft (`ask`), cu
 and is told what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says
 the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step costs
 (`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities
-are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second. Where drafting
-promises less than plain steps give, it rests, twice as long each time, and the heads do nothing meanwhile.
+are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that
+are furthest behind count as much as all rows do. Where drafting promises less than plain steps give, it rests, longer
+each time, and the heads do nothing meanwhile.
 
 Shapes: B rows, N draft nodes.
 """

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from ..blocks import keep
+from ..blocks import followed, keep
 from ..modeling_clover import CloverHeads
 from .cache import TreeCache
 from .foresight import Foresight
@@ -95,21 +95,23 @@ def grow(
     text, where these heads recall."""
     config, states = heads.config, state[:, None]  # [B, W, d] of the beams of the level before
     kept = None if looked_at is None else keep(*looked_at, 1)
-    last, before = None, None if kept is None else kept.before  # [B, W] tokens of the level before, and before them
+    before = None if kept is None else kept.before  # [B, W, R - 1] tokens on the way to each beam, the nearest first
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
     def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
-        nonlocal states, last, before
+        nonlocal states, before
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
             if kept is not None:
-                before = last.gather(1, chosen)  # [B, W]
+                before = before.gather(1, chosen[..., None].expand(-1, -1, before.shape[2]))  # [B, W, R - 1]
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
-        told = () if kept is None else (heads.recall(kept, tokens, before),)  # [B, W, 2 w]
+        told = ()
+        if kept is not None:
+            told = (heads.recall(kept, tokens, before),)  # [B, W, 2 w]
+            before = followed(tokens, before)
         out, states = step(level, states, tokens, *told)
-        last = tokens
         return heads.score(out)  # [B, W, V]
 
     return grow_in_shape(heads, expand, roots, nodes, shape, foresight)
