@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from .configuration_clover import CloverConfig
 
 LONGEST_RUN = 4  # R: tokens that are compared to find a place again
-MOST_COMPARED = 1 << 24  # tokens of a state's run with tokens of the text
+MOST_COMPARED = 1 << 24  # states, each with every column of its text
 
 
 def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> nn.Linear:
@@ -130,58 +130,74 @@ class ResidualBlock(nn.Module):
 class Kept(NamedTuple):
     """A text as drafts find it again. Each of T states sees an unbroken stretch of its columns."""
 
-    tokens: torch.Tensor  # [B, R + C] the token that came with each column's state, and follows it; before them -1
-    values: torch.Tensor  # [B, kv_heads, C, head_dim]
-    first: torch.Tensor  # [1 or B, T] the first column that a state sees
-    own: torch.Tensor  # [1 or B, T] the last
-    before: torch.Tensor  # [B, T, R - 1] the tokens before the one that a state comes with, -1 where it sees none
-
-    def of(self, states: int) -> "Kept":
-        """For the first states alone."""
-        return Kept(self.tokens, self.values, *(each[:, :states] for each in self[2:]))
+    behind: torch.Tensor  # [B, 1, C] the token that stands before each column, -1 for the first
+    seen: torch.Tensor  # [1 or B, T, C] the columns that a state sees, except for the first of them
 
 
-def keep(tokens: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, states: int) -> Kept:
-    """`mask` [1 or B, 1, T, C] says what each of T `states` sees; None: they are the last ones, and causal."""
+def stretches(mask: torch.Tensor | None, tokens: torch.Tensor, states: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first column that each of T `states` sees and the last [1 or B, T], of text `tokens` [B, C]. `mask`
+    [1 or B, 1, T, C]; None: the states are the last ones, and causal."""
     if mask is None:
-        own = torch.arange(values.shape[2], device=values.device)[None, -states:]  # [1, T]
-        first = torch.zeros_like(own)
-    else:
-        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [1 or B, T, C]; or else it is added
-        first = visible.byte().argmax(-1)  # [1 or B, T]
-        own = first + visible.sum(-1) - 1
-    tokens = F.pad(tokens, (LONGEST_RUN, 0), value=-1)  # [B, R + C]
-    places = own[..., None] - torch.arange(LONGEST_RUN - 1, 0, -1, device=own.device)  # [1 or B, T, R - 1]
-    index = (places + LONGEST_RUN).flatten(1).expand(len(tokens), -1)  # [B, T (R - 1)]
-    before = tokens.gather(1, index).unflatten(1, places.shape[1:])  # [B, T, R - 1]
-    return Kept(tokens, values, first, own, torch.where(places < first[..., None], -1, before))
+        last = torch.arange(tokens.shape[1], device=tokens.device)[None, -states:]  # [1, T]
+        return torch.zeros_like(last), last
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [1 or B, T, C]; or else it is added
+    first = visible.byte().argmax(-1)  # [1 or B, T]
+    return first, first + visible.sum(-1) - 1
 
 
-def followed(tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """What `before` [B, T, R - 1] is for the tokens that come after `tokens` [B, T]."""
-    return torch.cat((before[..., 1:], tokens[..., None]), dim=-1)
+def keep(tokens: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> tuple[Kept, torch.Tensor]:
+    """`tokens` [B, C] came with the columns' states and follow them. Also the runs [B, T, C], as in `followed`, up to
+    the token before the one that came with a state's last column."""
+    columns = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
+    seen = (columns > first[..., None]) & (columns <= last[..., None])  # [1 or B, T, C]
+    kept = Kept(F.pad(tokens[:, None, :-1], (1, 0), value=-1), seen)
+    runs = torch.zeros(len(tokens), *seen.shape[1:], dtype=torch.int32, device=tokens.device)
+    for back in range(LONGEST_RUN - 1, 0, -1):
+        place = last - back  # [1 or B, T]
+        token = tokens.gather(1, place.clamp(min=0).expand(len(tokens), -1))
+        runs = followed(kept, runs, torch.where(place < first, -2, token))
+    return kept, runs
 
 
-def last_time(kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """What stood behind `tokens` [B, T] the last time that the longest run of them and of those `before` them
-    [B, T, R - 1] came in the text: the values of that column [B, T, kv_heads head_dim], or zeros for a new token."""
-    _, heads, count, size = kept.values.shape
-    held = kept.tokens.unfold(1, count, 1)[:, None, :LONGEST_RUN]  # [B, 1, R, C] up to R tokens before each column
-    columns = torch.arange(count, device=tokens.device, dtype=torch.int32)  # [C]
-    places = columns - torch.arange(LONGEST_RUN, device=tokens.device).flip(0)[:, None]  # [R, C] one behind each's
-    asked = torch.cat((before, tokens[..., None]), dim=-1), kept.first[..., None], kept.own[..., None]
-    at_once = max(MOST_COMPARED // max(held.numel(), 1), 1)  # no [T, C] of a long text in memory
-    found = []
-    for run, first, own in zip(*(each.expand(len(tokens), tokens.shape[1], -1).split(at_once, 1) for each in asked)):
-        same = (held == run[..., None]) & (places > first[..., None]) & (columns <= own[..., None])  # [B, T, R, C]
-        for i in range(LONGEST_RUN - 1, 0, -1):  # a run is found where all of it is
-            same[:, :, i - 1] &= same[:, :, i]
-        last = torch.where(same, columns, -1).amax(-1)  # [B, <= T, R] of the run from there on
-        longest = (last >= 0).sum(-1, keepdim=True)
-        found.append(last.gather(-1, (LONGEST_RUN - longest).clamp(max=LONGEST_RUN - 1)))  # [B, <= T, 1]
-    last = torch.cat(found, dim=1)[:, None].long()  # [B, 1, T, 1]
-    values = kept.values.gather(2, last.clamp(min=0).expand(-1, heads, -1, size))  # [B, kv_heads, T, head_dim]
-    return torch.where(last < 0, 0, values).transpose(1, 2).flatten(-2)
+def followed(kept: Kept, runs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """How many tokens up to `tokens` [B, T] stand in the same order right before each column [B, T, C], R at most,
+    from what that is without them."""
+    same = (kept.behind == tokens[..., None]) & kept.seen
+    return ((F.pad(runs[..., :-1], (1, 0)) + 1) * same).clamp_(max=LONGEST_RUN)
+
+
+def last_place(runs: torch.Tensor) -> torch.Tensor:
+    """The last column [B, T] behind the longest of `runs` [B, T, C], or -1."""
+    count = runs.shape[2]
+    columns = torch.arange(count, dtype=torch.int32, device=runs.device)
+    best = torch.add(columns, runs, alpha=count).amax(-1)
+    return torch.where(best < count, -1, best % count).long()
+
+
+def places_along(
+    text: torch.Tensor, mask: torch.Tensor | None, tokens: torch.Tensor, levels: int
+) -> list[torch.Tensor]:
+    """`last_place` [B, T] at each level of drafts that say what the text says, one from each of its last T columns,
+    with which `tokens` [B, T] came. A draft that would go on beyond the text finds nothing there."""
+    first, last = stretches(mask, text, tokens.shape[1])
+    ahead = F.pad(tokens, (0, levels), value=-2)
+    at_once = max(MOST_COMPARED // max(text.numel(), 1), 1)  # no [T, C] of a long text in memory
+    found: list[list[torch.Tensor]] = [[] for _ in range(levels)]
+    for start in range(0, tokens.shape[1], at_once):
+        part = slice(start, start + at_once)
+        kept, runs = keep(text, first[:, part], last[:, part])
+        for level in range(levels):
+            runs = followed(kept, runs, ahead[:, start + level :][:, : runs.shape[1]])
+            found[level].append(last_place(runs))
+    return [torch.cat(places, dim=1) for places in found]
+
+
+def values_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """values [B, kv_heads, C, head_dim] of the columns `places` [B, T] -> [B, T, kv_heads head_dim]; zeros for -1."""
+    _, heads, _, size = values.shape
+    index = places[:, None, :, None]  # [B, 1, T, 1]
+    found = values.gather(2, index.clamp(min=0).expand(-1, heads, -1, size))
+    return torch.where(index < 0, 0, found).transpose(1, 2).flatten(-2)
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -285,7 +301,11 @@ __all__ = [
     "Kept",
     "MLPDecoder",
     "ResidualBlock",
+    "followed",
     "keep",
-    "last_time",
+    "last_place",
+    "places_along",
     "started_linear",
+    "stretches",
+    "values_at",
 ]

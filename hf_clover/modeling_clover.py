@@ -38,13 +38,11 @@ from .blocks import (
     CloverRMSNorm,
     EntryProjector,
     GatedDecoder,
-    Kept,
     MLPDecoder,
     ResidualBlock,
-    followed,
-    keep,
-    last_time,
+    places_along,
     started_linear,
+    values_at,
 )
 from .checkpoint_checks import check_checkpoint
 from .configuration_clover import CloverConfig
@@ -144,7 +142,7 @@ class CloverHeads(PreTrainedModel):
         position_ids: torch.Tensor | None,
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
-        """The states, and what `keep` takes."""
+        """The states, and of the text they look at the tokens [B, C], the last layer's values and its mask."""
         x, looked_at = hidden_states.to(self.dtype), None
         if self.config.normalize_hidden_states:
             x = self._target_norm(x) * self.config.hidden_state_scale
@@ -165,10 +163,10 @@ class CloverHeads(PreTrainedModel):
             x = self._target_norm(x)
         return x, looked_at
 
-    def recall(self, kept: Kept, tokens: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What `step` is told at `tokens` [B, T], which come after those `before` them [B, T, R - 1]: of the text that
-        is `kept`, what followed the last time that the longest run of them came [B, T, 2 w]."""
-        return self.recalled(last_time(kept, tokens, before))
+    def recall(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """What `step` is told where the text goes on from `places` [B, T] of it as the draft may: the values of the
+        block's last attention [B, kv_heads, C, head_dim] at these places -> [B, T, 2 w]."""
+        return self.recalled(values_at(values, places))
 
     def rope_and_mask(
         self,
@@ -233,16 +231,14 @@ class CloverHeads(PreTrainedModel):
                 f"{tuple(hidden_states.shape)}: input_ids[:, t] is the token that follows hidden_states[:, t]."
             )
         first, looked_at = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
-        state, length, outputs = first, input_ids.shape[1], []
-        kept = keep(*looked_at, length) if looked_at is not None and length else None
-        before = None if kept is None else kept.before
+        state, length, outputs, places = first, input_ids.shape[1], [], None
+        if looked_at is not None and length:
+            text, values, mask = looked_at
+            places = places_along(text, mask, input_ids, self.config.num_heads)  # of each level [B, T]
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
-            told = ()
-            if kept is not None:
-                told = (self.recall(kept.of(valid), tokens, before[:, :valid]),)  # [B, T - level, 2 w]
-                before = followed(tokens, before[:, :valid])  # [B, T - level, R - 1]
+            told = () if places is None else (self.recall(values, places[level][:, :valid]),)  # [B, T - level, 2 w]
             out, state = self.step(level, state[:, :valid], tokens, *told)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, blocks
-from hf_clover.blocks import Kept, followed, keep, last_time
+from hf_clover.blocks import followed, keep, last_place, places_along, stretches, values_at
 from hf_clover.cards import render
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.decoding.drafting import CloverCandidateGenerator
@@ -68,8 +68,8 @@ def states_of(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 def recall_one_by_one(
     ids: list[int], values: torch.Tensor, start: int, t: int, level: int, drafted: list[int]
 ) -> torch.Tensor:
-    """The slow twin of `keep` and `last_time` for one state: values [kv_heads, C, head_dim] of a row that begins at
-    `start`; the state stands at `t`, and was followed by `drafted` tokens of which `level` have been taken."""
+    """The slow twin of `keep`, `followed` and `last_place` for one state: values [kv_heads, C, head_dim] of a row that
+    begins at `start`; the state stands at `t`, and was followed by `drafted` tokens of which `level` are taken."""
     text = ids[start : t + 1]
     path = [*text, *drafted[:level]]
     for run in range(min(4, len(path)), 0, -1):
@@ -86,14 +86,6 @@ def text_of(batch: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
     return ids, torch.randn(batch, 2, length, 8, generator=generator)
 
 
-def of_level(kept: Kept, ids: torch.Tensor, level: int) -> torch.Tensor:
-    """What each state is told at the text's own tokens, as `CloverHeads.forward` asks for it."""
-    before, length = kept.before, ids.shape[1]
-    for earlier in range(level):
-        before = followed(ids[:, earlier:], before[:, : length - earlier])
-    return last_time(kept.of(length - level), ids[:, level:], before[:, : length - level])
-
-
 @pytest.mark.parametrize("at_once", [1 << 25, 100, 1], ids=lambda n: f"{n} at once")
 @pytest.mark.parametrize("starts", [(0, 0, 0), (0, 4, 11)], ids=["even", "padded or packed"])
 def test_recall_finds_where_the_longest_run_came_last(starts, at_once, monkeypatch):
@@ -102,13 +94,12 @@ def test_recall_finds_where_the_longest_run_came_last(starts, at_once, monkeypat
     ids, values = text_of()
     columns = torch.arange(12)
     mask = (columns <= columns[:, None]) & (columns >= torch.tensor(starts)[:, None, None])  # [B, T, C]
-    kept = keep(ids, values, mask[:, None] if any(starts) else None, 12)
+    places = places_along(ids, mask[:, None] if any(starts) else None, ids, 5)
     added = torch.zeros(mask.shape).masked_fill(~mask, -1e9)[:, None]  # the other form of a mask
-    assert torch.equal(keep(ids, values, added, 12).before, kept.before)
-    assert torch.equal(keep(ids, values, added, 12).own.expand(3, -1), kept.own.expand(3, -1))
+    assert all(map(torch.equal, places, places_along(ids, added, ids, 5)))
     found = 0
     for level in range(5):
-        told = of_level(kept, ids, level)
+        told = values_at(values, places[level])
         for row, start in enumerate(starts):
             for t in range(start, 12 - level):
                 row_ids = ids[row].tolist()
@@ -122,26 +113,26 @@ def test_recall_from_the_last_place_alone():
     """As a draft asks: one state, several tokens at once, and columns beyond a row's own."""
     ids, values = text_of()
     lengths = torch.tensor([12, 9, 1])
-    kept = keep(ids, values, (torch.arange(12) < lengths[:, None])[:, None, None], 1)
-    earlier = [ids[0, 8:11].tolist(), ids[1, 5:8].tolist(), [-1, -1, -1]]
-    assert kept.before[:, 0].tolist() == earlier
-    own = ids.gather(1, lengths[:, None] - 1)  # [B, 1]
+    kept, runs = keep(ids, *stretches((torch.arange(12) < lengths[:, None])[:, None, None], ids, 1))
+    runs = followed(kept, runs, ids.gather(1, lengths[:, None] - 1))
+    assert runs.shape == (3, 1, 12)
+    assert runs.max() > 1
     for drafted in itertools.product(range(3), repeat=2):
-        tokens, before = own, kept.before
+        beams = runs.expand(-1, 2, -1)
         for token in drafted:
-            tokens, before = torch.full((3, 1), token), followed(tokens, before)
-        told = last_time(kept, tokens.expand(-1, 2), before.expand(-1, 2, -1))
-        assert torch.equal(told[:, 0], told[:, 1])
+            beams = followed(kept, beams, torch.tensor([[token, 2 - token]] * 3))
+        told = values_at(values, last_place(beams))
         for row, length in enumerate(lengths.tolist()):
             path = ids[row, :length].tolist()
-            expected = recall_one_by_one(path, values[row], 0, length - 1, 2, list(drafted))
-            assert torch.equal(told[row, 0], expected)
+            for beam, taken in enumerate((list(drafted), [2 - token for token in drafted])):
+                expected = recall_one_by_one(path, values[row], 0, length - 1, 2, taken)
+                assert torch.equal(told[row, beam], expected)
 
 
 def test_recall_learns_even_where_there_is_nothing_to_find():
     ids, values = torch.arange(24).view(2, 12), text_of(2)[1].requires_grad_()
     ids[0] %= 4
-    told = of_level(keep(ids, values, None, 12), ids, 1)
+    told = values_at(values, places_along(ids, None, ids, 2)[1])
     assert not told[1].any()
     told.square().sum().backward()
     assert values.grad.isfinite().all()
@@ -207,12 +198,12 @@ def test_the_network_in_plain_tensor_operations():
         x, values = layer(x, rope, None, None)
     state = x  # [B, T, d]
     torch.testing.assert_close(out.state, state, atol=1e-5, rtol=1e-5)
-    kept = keep(ids, values, None, 9)
+    places = places_along(ids, None, ids, 4)
     width = heads.config.decoder_width
     gate, up = cell.gate_up.weight[:width], cell.gate_up.weight[width:]
     for level in range(4):
         seen = torch.cat((cell.norm(state), embedded[:, level:]), -1)  # [B, T - level, 2 d]
-        told = of_level(kept, ids, level) @ heads.recalled.weight.T  # [B, T - level, 2 w]
+        told = values_at(values, places[level][:, : 9 - level]) @ heads.recalled.weight.T  # [B, T - level, 2 w]
         gated = F.silu(seen @ gate.T + told[..., :width]) * (seen @ up.T + told[..., width:])
         state = state + gated @ cell.down.weight.T
         expected = heads.head_norm(state)

@@ -18,7 +18,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, Ll
 
 import hf_clover
 from hf_clover import CloverConfig, CloverHeads, TreeCache
-from hf_clover.blocks import keep
+from hf_clover.blocks import followed, keep, last_place, stretches
 from hf_clover.configuration_clover import VARIANTS
 from hf_clover.modeling_clover import CloverOutput
 from hf_clover.target_parts import unwrap
@@ -164,12 +164,12 @@ def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cach
     first_state, kept = state, None
     if heads.config.recall:
         ids, values = cache.export(-1, cache.lengths[0])[0], cache.export(-2, cache.lengths[0])[1]
-        kept = keep(ids[:, 0, :, 0], values, None, 1)
+        kept, runs = keep(ids[:, 0, :, 0], *stretches(None, ids[:, 0, :, 0], 1))
     for level in range(count):
         told = ()
         if kept is not None:
-            before = tokens[:, level - 1, None] if level else kept.before
-            told = (heads.recall(kept, tokens[:, level, None], before)[:, 0],)
+            runs = followed(kept, runs, tokens[:, level, None])
+            told = (heads.recall(values, last_place(runs))[:, 0],)
         out, state = heads.step(level, state, tokens[:, level if heads.config.regressive else 0], *told)
         outputs.append(out)
         assert heads.config.regressive or torch.equal(state, first_state)

@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from ..blocks import followed, keep
+from ..blocks import followed, keep, last_place, stretches
 from ..modeling_clover import CloverHeads
 from .cache import TreeCache
 from .foresight import Foresight
@@ -91,26 +91,28 @@ def grow(
     shape: str,
     foresight: Foresight | None = None,
 ) -> Tree:
-    """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `looked_at` is what `keep` takes of the
-    text, where these heads recall."""
+    """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `looked_at`, where these heads recall:
+    tokens, values and mask of the text up to there."""
     config, states = heads.config, state[:, None]  # [B, W, d] of the beams of the level before
-    kept = None if looked_at is None else keep(*looked_at, 1)
-    before = None if kept is None else kept.before  # [B, W, R - 1] tokens on the way to each beam, the nearest first
+    kept = runs = values = None
+    if looked_at is not None:
+        text, values, mask = looked_at
+        kept, runs = keep(text, *stretches(mask, text, 1))  # runs [B, W, C] up to each beam
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
     def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
-        nonlocal states, before
+        nonlocal states, runs
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
             if kept is not None:
-                before = before.gather(1, chosen[..., None].expand(-1, -1, before.shape[2]))  # [B, W, R - 1]
+                runs = runs.gather(1, chosen[..., None].expand(-1, -1, runs.shape[2]))
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
         told = ()
         if kept is not None:
-            told = (heads.recall(kept, tokens, before),)  # [B, W, 2 w]
-            before = followed(tokens, before)
+            runs = followed(kept, runs, tokens)
+            told = (heads.recall(values, last_place(runs)),)  # [B, W, 2 w]
         out, states = step(level, states, tokens, *told)
         return heads.score(out)  # [B, W, V]
 
