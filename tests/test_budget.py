@@ -138,17 +138,19 @@ class Machine:
     def forward(self, nodes):
         return self.start + self.slope * nodes if nodes else self.plain
 
+    def path(self, nodes, right):
+        """What is walked of a chain, each node of which is right so often."""
+        accepted = 0
+        while accepted < nodes and self.rng.random() < right:
+            accepted += 1
+        return list(range(accepted + 1))
+
     def step(self):
         rows = list(range(self.rows))
         drafted = self.tree(self.budget.ask(self.rows, 100))
         tree = self.budget.cut(drafted, rows, [100] * self.rows)
         nodes = tree.size - 1
-        paths = []
-        for _ in rows:
-            accepted = 0
-            while accepted < nodes and self.rng.random() < self.top * self.worth:
-                accepted += 1
-            paths.append(list(range(accepted + 1)))
+        paths = [self.path(nodes, self.top * self.worth) for _ in rows]
         slow = 1 + self.noise * self.rng.random() + (20 * self.noise if self.rng.random() < 0.02 else 0)
         draft = self.draft * slow if drafted.size > 1 else 0.0
         forward = self.forward(nodes) * slow
@@ -211,13 +213,9 @@ def until_all_have(tokens, tops, **machine):
         drafted = machine.tree(budget.ask(len(going), 100))
         likely = drafted.depths * torch.tensor(tops)[place, None].log()  # [rows, n]
         tree = budget.cut(replace(drafted, log_probs=likely), list(range(len(going))), [lengths[i] for i in going])
-        paths = []
-        for row in going:
-            accepted = 0
-            while accepted < tree.size - 1 and machine.rng.random() < tops[row]:
-                accepted += 1
-            paths.append(list(range(accepted + 1)))
-            lengths[row] += accepted + 1
+        paths = [machine.path(tree.size - 1, tops[row]) for row in going]
+        for row, path in zip(going, paths, strict=True):
+            lengths[row] += len(path)
         draft, forward = machine.draft * (drafted.size > 1), machine.forward(tree.size - 1)
         budget.learn(tree, paths, draft, forward)
         seconds += draft + forward

@@ -223,7 +223,8 @@ class AutomaticBudget:
         if not bool((log_probs[:, 0] > -torch.inf).any()):
             self.log_probs = log_probs
             return tree  # nothing to choose from; the walk will say so
-        best = self._best(log_probs, [place for place, length in enumerate(lengths) if length == min(lengths)])
+        shortest = min(lengths)
+        best = self._best(log_probs, [place for place, length in enumerate(lengths) if length == shortest])
         self.chosen.append(best)
         larger = (size for size in self.sizes if size > best)
         self.reach = next(larger, best) if best >= self.reach else max(1, *self.chosen)
