@@ -244,6 +244,37 @@ def test_drafting_comes_back_when_it_pays_again(draft, start):
     assert machine.budget.costs.rest == SHORTEST_REST
 
 
+@pytest.mark.parametrize("order", [(1, 4, 16), (16, 4, 1), (8, 16), (4, 3, 2, 1)])
+@pytest.mark.parametrize("top", [0.85, 0.7])
+def test_other_rows_are_met_with_what_is_known(order, top):
+    """A forward costs by its tokens: what paid with one row does not with sixteen, and the other way about. No call,
+    however short, loses much to plain steps, and where drafting pays it soon does."""
+    machine = Machine(plain=0, draft=4e-3, start=0, slope=0, top=top)
+    for place, rows in enumerate(order):
+        machine.rows, per_row = rows, 0.6e-3 * rows
+        machine.plain, machine.start, machine.slope = 6e-3 + per_row, 7e-3 + per_row, per_row
+        machine.budget = AutomaticBudget(machine.budget.experience, 63, None, None)
+        rate, plain = machine.run(60), rows / machine.plain
+        if place > 0:
+            assert rate > 0.92 * plain
+            assert rate > 0.85 * machine.best()
+
+
+def test_what_is_known_of_other_rows_goes_by_tokens():
+    costs = Costs(advantage=2.0)
+    costs.forwards.append((7, 0.02))
+    costs.drafts.append((6, 0.004))
+    fewer, more = costs.of_other_rows(4, 2), costs.of_other_rows(4, 8)
+    assert list(fewer.forwards) == [(15, 0.02)], "4 rows of 8 tokens, 2 rows of 16"
+    assert list(more.forwards) == [(3, 0.02)]
+    assert (list(fewer.drafts), list(more.drafts)) == ([(12, 0.004)], [(3, 0.004)])
+    assert fewer.advantage == more.advantage == pytest.approx(2**0.5)
+    assert fewer.plain.value is None
+    pausing = Costs(advantage=0.5, rest=LONGEST_REST, resting=100).of_other_rows(16, 1)
+    assert 0.9 < pausing.advantage < 1
+    assert (pausing.rest, pausing.resting) == (SHORTEST_REST, 6)
+
+
 def test_plain_steps_are_measured_again_only_where_it_is_close():
     clear = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.1e-3)
     close = Machine(plain=10e-3, draft=8e-3, start=13e-3, slope=0.5e-3, top=0.6)

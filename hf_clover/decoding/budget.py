@@ -100,14 +100,27 @@ class Costs:
     """Seconds of a plain step, and of drafts and of forwards over trees as they were seen lately."""
 
     plain: Recent = field(default_factory=Recent)
-    drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
-    forwards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))  # likewise
+    drafts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
+    forwards: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=48))  # likewise
     advantage: float = 1.25  # of drafting over plain steps, lately; heads get a few steps to show theirs
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
     resting: int = 0  # steps that are left of a pause
 
+    def of_other_rows(self, rows: int, others: int) -> "Costs":
+        """What was seen with `rows` as a guess for `others`, until more is known. A forward costs by its tokens, so
+        as many in other rows are more or fewer nodes a row. A plain step is soon measured, and what drafting was
+        worth says as much as the two numbers are alike."""
+        share, alike = rows / others, min(rows, others) / max(rows, others)
+        return Costs(
+            drafts=deque([(share * nodes, seconds) for nodes, seconds in self.drafts][-4:], maxlen=48),
+            forwards=deque([(share * (nodes + 1) - 1, seconds) for nodes, seconds in self.forwards][-4:], maxlen=48),
+            advantage=self.advantage**alike,
+            rest=max(int(self.rest * alike), SHORTEST_REST),
+            resting=int(self.resting * alike),
+        )
 
-def line_through(seen: Sequence[tuple[int, float]], at_none: float | None = None) -> tuple[float, float]:
+
+def line_through(seen: Sequence[tuple[float, float]], at_none: float | None = None) -> tuple[float, float]:
     """The seconds where there are no nodes, and of every further node, by least squares. Outliers are left out, and
     `at_none`, what the first should be (the median if it is not known), counts a little, which decides where all
     trees were of one size."""
@@ -125,7 +138,7 @@ def line_through(seen: Sequence[tuple[int, float]], at_none: float | None = None
 
 
 def seconds_by_size(
-    seen: Sequence[tuple[int, float]], sizes: Sequence[int], at_none: float | None = None
+    seen: Sequence[tuple[float, float]], sizes: Sequence[int], at_none: float | None = None
 ) -> list[float]:
     """What each of `sizes` takes: what it took itself, as far as it was seen, and what the line says. Kernels have
     steps, and a line cuts their corners: on many CPUs two rows take longer than four."""
@@ -266,12 +279,7 @@ class AutomaticBudget:
         if nearest is None:
             return Costs()
         costs = copy.deepcopy(self.experience.costs[nearest])
-        if nearest[1] != key[1]:  # a plain step is soon measured; drafting is worth about what it was
-            costs.plain = Recent()
-            for seen in (costs.forwards, costs.drafts):
-                while len(seen) > 4:
-                    seen.popleft()
-        return costs
+        return costs if nearest[1] == key[1] else costs.of_other_rows(nearest[1], key[1])
 
     def _must_compare(self, costs: Costs) -> bool:
         return self.since_plain >= PLAIN_EVERY and costs.advantage < SURE
