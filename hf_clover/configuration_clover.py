@@ -64,7 +64,9 @@ class CloverConfig(PreTrainedConfig):
         draft_tree (`str`), draft_depth, draft_beam_width, draft_top_k, draft_top_p, draft_min_p: how a tree is grown:
             `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
             `"chain"`. `draft_depth` defaults to `num_heads`, and to 8 where heads that share
-            their weights read ahead. The number of nodes is `heads.generation_config.num_assistant_tokens`.
+            their weights recall. The number of nodes is `heads.generation_config.num_assistant_tokens`.
+        bos_token_id, eos_token_id, pad_token_id: those of the target, by which transformers' pipelines tell that the
+            two share a tokenizer. Heads do not read them.
         target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
     """
 
@@ -120,6 +122,10 @@ class CloverConfig(PreTrainedConfig):
     draft_top_k: int = 10
     draft_top_p: float = 0.8
     draft_min_p: float = 0.25
+
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
 
     target_name_or_path: str | None = None
     target_revision: str | None = None
@@ -254,6 +260,10 @@ class CloverConfig(PreTrainedConfig):
         self._require_number("token_loss_weight", 0.0, 1e6)
         self._require_number("draft_top_p", 0.0, 1.0)
         self._require_number("draft_min_p", 0.0, 1.0)
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, field)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            self._require(field, all(type(one) is int for one in ids), "a token id, a list of them, or None")
         for field in ("target_name_or_path", "target_revision", "target_fingerprint"):
             value = getattr(self, field)
             is_name = isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME

@@ -21,7 +21,7 @@ from .configuration_clover import CloverConfig
 from .last_layer import REFERENCE_ROPE, LastLayer, copy_norm
 from .modeling_clover import CloverHeads
 from .scales import embedding_scale, hidden_state_scale
-from .target_parts import find_decoder, fingerprint, is_plain, readable_rows, token_table, unwrap
+from .target_parts import find_decoder, fingerprint, is_plain, readable_rows, special_tokens_of, token_table, unwrap
 
 logger = logging.get_logger(__name__)
 
@@ -76,6 +76,7 @@ def _identity(model: PreTrainedModel) -> dict[str, Any]:
     return {
         "vocab_size": text_config.vocab_size,
         "hidden_size": text_config.hidden_size,
+        **special_tokens_of(model),
         "target_name_or_path": name or None,
         "target_revision": getattr(model.config, "_commit_hash", None),
         "target_fingerprint": None if rows is None else fingerprint(rows) or None,

@@ -62,6 +62,12 @@ def unwrap(model: Any) -> PreTrainedModel:
             return model
 
 
+def special_tokens_of(target: PreTrainedModel) -> dict[str, Any]:
+    """The fields of its config by which transformers tells that two models share a tokenizer."""
+    config = target.config.get_text_config()
+    return {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
 def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | None, nn.Module | None]:
     """The target's text decoder, its list of layers and its final norm (None where there is none)."""
     depth = target.config.get_text_config(decoder=True).num_hidden_layers

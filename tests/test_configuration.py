@@ -313,6 +313,9 @@ IMPOSSIBLE = [
     ("draft_vocab_size", 25),
     ("num_key_value_heads", 3),
     ("decoder_num_heads", 3),
+    ("eos_token_id", "</s>"),
+    ("eos_token_id", [1, 2.0]),
+    ("pad_token_id", True),
 ]
 
 

@@ -103,6 +103,17 @@ def test_every_variant_for_every_target(name, variant):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("ids", [(1, 2, 3), (None, [4, 5], None), (None, None, None)])
+def test_special_tokens_are_the_targets(ids, tmp_path):
+    fields = dict(zip(("bos_token_id", "eos_token_id", "pad_token_id"), ids, strict=True))
+    heads = CloverHeads.from_target(make_llama(**fields))
+    heads.save_pretrained(tmp_path)
+    for config in (heads.config, CloverHeads.from_pretrained(tmp_path).config):
+        assert {name: getattr(config, name) for name in fields} == fields
+    older = CloverHeads.config_class()
+    assert (older.bos_token_id, older.eos_token_id, older.pad_token_id) == (None, None, None)
+
+
 def test_any_field_is_a_keyword():
     heads = CloverHeads.from_target(make_llama(), num_heads=2, output_projector="residual", draft_tree="levels")
     assert (heads.config.num_heads, heads.config.draft_tree) == (2, "levels")

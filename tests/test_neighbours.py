@@ -4,10 +4,12 @@ import functools
 import threading
 
 import pytest
+import tiny_text
 import torch
 import torch.distributed as dist
+from fitting import fit
 from oracle import planted
-from transformers import AutoModel, GenerationMixin
+from transformers import AutoModel, GenerationMixin, pipeline
 from zoo import build, ragged_batch
 
 import hf_clover
@@ -50,6 +52,24 @@ def test_a_compiled_target(model, inputs):
     heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(speculated(compiled, heads, inputs, plain), plain)
+
+
+@pytest.mark.parametrize("ids", [{}, {"pad_token_id": None}, {"eos_token_id": [1, 2]}], ids=str)
+def test_a_pipeline(tmp_path, ids):
+    """It takes heads for a model with another tokenizer where their special tokens are not the target's."""
+    target, tokenizer = tiny_text.make_target(), tiny_text.make_tokenizer()
+    target.config.update(ids)
+    prompt, settings = tiny_text.PROMPT, {"max_new_tokens": NEW, "do_sample": False}
+    heads = CloverHeads.from_target(target, num_heads=3)
+    fit(heads, target, prompt=tokenizer(prompt, return_tensors="pt").input_ids)
+    heads.save_pretrained(tmp_path)
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)(prompt, **settings)
+    with hf_clover.speculations() as seen:
+        for assistant in (heads, AutoModel.from_pretrained(tmp_path)):
+            ours = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=assistant)
+            assert ours(prompt, **settings) == plain
+    assert [stats.method for stats in seen] == ["tree", "tree"]
+    assert all(stats.accepted_tokens > 0 for stats in seen)
 
 
 def test_heads_loaded_as_remote_code_are_another_class(model, inputs, tmp_path, monkeypatch):

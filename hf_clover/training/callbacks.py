@@ -1,7 +1,7 @@
 """What runs beside training: the measurement by real generation, and the clean stop on Ctrl-C.
 
 Contract: `AcceptanceCallback` knows `generate(assistant_model=heads)` and what it reports, `StopOnInterrupt` knows
-signals; both act through transformers' callback events and neither knows losses or data.
+signals, `KeepSpecialTokens` two configs; all act through transformers' callback events and none knows losses or data.
 """
 
 import signal
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import reduce
 from tqdm.auto import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 from ..live import StepRecord
-from ..target_parts import unwrap
+from ..target_parts import special_tokens_of, unwrap
 from .data import prompts_of
 
 if TYPE_CHECKING:
@@ -204,6 +204,19 @@ class _Generation:
         }
 
 
+class KeepSpecialTokens(TrainerCallback):
+    """Leaves the heads' special tokens the target's, which the trainer makes the tokenizer's when it starts: the
+    target keeps its own, and a pipeline would take the two for models with different tokenizers."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self.target = target
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        unwrap(model).config.update(special_tokens_of(self.target))
+
+
 class StopOnInterrupt(TrainerCallback):
     """Ctrl-C lets the current step end, writes a checkpoint and returns from `train`; a second one stops at once."""
 
@@ -238,4 +251,4 @@ class StopOnInterrupt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-__all__ = ["AcceptanceCallback", "StopOnInterrupt"]
+__all__ = ["AcceptanceCallback", "KeepSpecialTokens", "StopOnInterrupt"]

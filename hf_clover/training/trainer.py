@@ -38,7 +38,7 @@ from .arguments import (
     name_of,
     refuse_arguments,
 )
-from .callbacks import StopOnInterrupt
+from .callbacks import KeepSpecialTokens, StopOnInterrupt
 from .config import CloverTrainingConfig
 from .data import (
     check_columns,
@@ -163,7 +163,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
                 processing_class=processing_class,
-                callbacks=[*(callbacks or ()), self._stop_on_interrupt],
+                callbacks=[*(callbacks or ()), KeepSpecialTokens(unwrap(teacher_model)), self._stop_on_interrupt],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 peft_config=peft_config,

@@ -54,6 +54,19 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor],
 # ------------------------------------------------------------------------------------------------ what is trained
 
 
+def test_special_tokens_stay_the_targets(tmp_path: Path) -> None:
+    """transformers makes them the tokenizer's as training begins: pad 0, bos 1, eos 2."""
+    ids = {"pad_token_id": None, "bos_token_id": 3, "eos_token_id": [2, 5]}
+    target = make_target(**ids)
+    trainer = make_trainer(tmp_path, target, save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-1"):
+        saved = json.loads((folder / "config.json").read_text())
+        assert {name: saved[name] for name in ids} == ids
+    assert {name: getattr(target.config, name) for name in ids} == ids
+
+
 @pytest.mark.parametrize("loss_type", TOKEN_LOSSES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_loss_trains_every_variant(tmp_path: Path, variant: str, loss_type: str) -> None:
