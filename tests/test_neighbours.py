@@ -14,6 +14,7 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads
+from hf_clover.decoding.support import CloverWarning
 
 VOCABULARY, NEW = 16, 30
 
@@ -52,6 +53,32 @@ def test_a_compiled_target(model, inputs):
     heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(speculated(compiled, heads, inputs, plain), plain)
+
+
+def test_a_target_that_checkpoints_gradients(model, inputs):
+    """In training mode transformers drops its cache there; what plain generate says then, we say."""
+    heads, text = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
+    model.gradient_checkpointing_enable()
+    model.train()
+    with pytest.warns(CloverWarning, match=r"gradient checkpointing keeps no cache in training mode; `.eval\(\)`"):
+        ours = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads)
+    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=NEW))
+    model.eval()
+    assert torch.equal(speculated(model, heads, inputs, text), text)
+
+
+def test_a_target_with_dropout(inputs):
+    """What is found out in training mode is not held against it afterwards."""
+    target = build("gpt2", vocab_size=VOCABULARY)
+    for module in target.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    heads, text = CloverHeads.from_target(target), target.generate(**inputs, max_new_tokens=NEW)
+    target.train()
+    with pytest.warns(CloverWarning, match=r"in training mode, where dropout is random: `.eval\(\)`"):
+        target.generate(**inputs, max_new_tokens=NEW, assistant_model=heads)
+    target.eval()
+    assert torch.equal(speculated(target, heads, inputs, text), text)
 
 
 @pytest.mark.parametrize("ids", [{}, {"pad_token_id": None}, {"eos_token_id": [1, 2]}], ids=str)

@@ -47,6 +47,8 @@ def choose_route(
     cache = model_kwargs.get("past_key_values")
     if not model_kwargs.get("use_cache", True):
         return Route("plain", "`use_cache=False` leaves nothing to draft from")
+    if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
+        return Route("plain", "gradient checkpointing keeps no cache in training mode; `.eval()` leaves that")
     kind = None if cache is None else type(cache)
     if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{kind.__name__}`"
@@ -90,7 +92,7 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     implementation = config._attn_implementation
     if implementation not in TREE_ATTENTION and not target._supports_sdpa:
         return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
-    key = (implementation, target.dtype, device_of(target))
+    key = (implementation, target.dtype, device_of(target), target.training)
     with _measuring:
         known = _measured.setdefault(target, {})
         if key not in known:
@@ -156,7 +158,9 @@ def _measure(target: PreTrainedModel) -> str | None:
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
     if not worst <= rounding_tolerance(target):
-        return f"its logits for a trial tree differ from those of plain forwards (by {worst:.1e} of their spread)"
+        drops = "; it is in training mode, where dropout is random: `.eval()` leaves that" if target.training else ""
+        by = f"(by {worst:.1e} of their spread)"
+        return f"its logits for a trial tree differ from those of plain forwards {by}{drops}"
     return None
 
 
@@ -246,7 +250,7 @@ def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
     if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
         return False
     known = _measured.setdefault(target, {})
-    key = ("chain", config._attn_implementation, target.dtype, device_of(target))
+    key = ("chain", config._attn_implementation, target.dtype, device_of(target), target.training)
     if key not in known:
         known[key] = _measure_chain(target)
     return known[key] is None
