@@ -142,12 +142,13 @@ def device_of(target: nn.Module, part: nn.Module | None = None) -> torch.device:
     """Where `part` computes, or where the target's forward begins. Weights that are fetched for every forward are on
     the meta device meanwhile, and their hooks know."""
     part = target if part is None else part
-    devices = [parameter.device for parameter in part.parameters()][:1]
-    if devices and devices[0].type == "meta":
+    first = next(part.parameters(), None)  # and no further: every step asks
+    device = target.device if first is None else first.device
+    if device.type == "meta":
         hooks = (getattr(module, "_hf_hook", None) for module in part.modules())
-        known = [device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None]
-        devices = [torch.device(*known[:1])] if known else devices
-    return devices[0] if devices else target.device
+        devices = (getattr(hook, "execution_device", None) for hook in hooks)
+        device = torch.device(next((known for known in devices if known is not None), device))
+    return device
 
 
 @torch.no_grad()
