@@ -100,6 +100,11 @@ def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch)
     chain, speed = again["figure"]["panels"]
     assert [series["x"] for series in chain["series"]] == [[64, 128], [64, 128]]
     assert [series["x"] for series in speed["series"]] == [[64], [64]]
+    shown = {
+        row["drafter"]: row["speedup"] for row in again["timings"] if (row["batch_size"], row["nodes"]) == (1, None)
+    }
+    assert [series["y"] for series in speed["series"]] == [[shown[name]] for name in pair[1:]]
+    assert speed["reference"]["y"] == 1
     assert (tmp_path / "learning-dark.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -81,22 +81,21 @@ class Ledger:
 
 
 def panels(ledger: Ledger) -> list[dict[str, Any]]:
-    """For each target: chain length, and tokens per second of the automatic tree at batch 1, by training tokens."""
+    """For each target, by training tokens: chain length, and the speedup of the automatic tree at batch 1, which is
+    over plain generate in the same run, since a machine's speed changes from one run to the next."""
     drawn = []
     for target in dict.fromkeys(row["target"] for row in ledger.parts["rows"]):
         rows, timings = ledger.find("rows", target=target), ledger.find("timings", target=target)
         smallest = min((row["batch_size"] for row in timings), default=1)
         automatic = [row for row in timings if (row["batch_size"], row["nodes"]) == (smallest, None)]
         others = [row for row in automatic if row["drafter"] != "plain"]
-        reference = [row["tokens_per_second"] for row in automatic if row["drafter"] == "plain"]
-        more = {"reference": {"y": statistics.median(reference), "label": "plain generate"}} if reference else {}
         along, log = "training tokens", "log10"
         chains = _lines(rows, "chain")
         drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
         if others:
-            title = f"{target}: speed, batch {smallest}"
-            speeds = _lines(others, "tokens_per_second")
-            drawn.append(panel("lines", title, along, "tokens per second", speeds, log, **more))
+            title, plain = f"{target}: speedup, batch {smallest}", {"y": 1.0, "label": "plain generate"}
+            speeds = _lines(others, "speedup")
+            drawn.append(panel("lines", title, along, "times plain generate", speeds, log, reference=plain))
     return drawn
 
 
