@@ -450,6 +450,8 @@ def test_chain_of_and_root_only():
     assert (root.size, root.max_depth, root.tokens.tolist()) == (1, 0, [[5], [2]])
     assert root.parents.tolist() == root.depths.tolist() == [[0], [0]]
     assert root.ancestors().tolist() == [[[True]]] * 2
+    for name, value in vars(chain_of(tokens[:, :1])).items():
+        torch.testing.assert_close(getattr(root, name), value, rtol=0, atol=0)
 
 
 @steady

@@ -29,7 +29,7 @@ from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only
 logger = logging.get_logger(__name__)
 
 BLOCK = 512  # positions that the heads take in at once where a mask must be made for them
-MOST_WAITING = 256  # positions, beside the prompt, that wait for a tree to be asked for
+MOST_WAITING = 256  # steps, beside the prompt, that wait for a tree to be asked for
 
 
 # What a conversation's drafter knows of it, kept as long as the user keeps the conversation's cache.
@@ -198,7 +198,7 @@ class CloverCandidateGenerator(CandidateGenerator):
             roots = torch.where(torch.tensor(counts, device=device) > 0, roots, self.roots)
         self.roots = roots
         self._waiting.append(new)
-        if sum(each.hidden.shape[1] for each in self._waiting[1:]) >= MOST_WAITING:
+        if len(self._waiting) > MOST_WAITING:
             self._catch_up()
 
     @torch.no_grad()

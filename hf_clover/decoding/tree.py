@@ -62,8 +62,11 @@ def chain_of(tokens: torch.Tensor) -> Tree:
 
 
 def root_only(tokens: torch.Tensor) -> Tree:
-    """The tree of a plain step: tokens [B] and nothing below them."""
-    return chain_of(tokens[:, None])
+    """The tree of a plain step: tokens [B] and nothing below them. `chain_of` for less, since every step that rests
+    makes one."""
+    tokens = tokens[:, None]  # [B, 1]
+    zeros, valid = torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
+    return Tree(tokens, zeros, zeros, zeros.float(), valid, max_depth=0)
 
 
 def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
