@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .variants import CHOICES, LONGEST_NAME, MOST_PARAMETERS, UPPER_BOUNDS, VARIANTS
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
 
 
@@ -260,7 +261,7 @@ class CloverConfig(PreTrainedConfig):
         self._require_number("token_loss_weight", 0.0, 1e6)
         self._require_number("draft_top_p", 0.0, 1.0)
         self._require_number("draft_min_p", 0.0, 1.0)
-        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for field in SPECIAL_TOKENS:
             value = getattr(self, field)
             ids = value if isinstance(value, list) else [] if value is None else [value]
             self._require(field, all(type(one) is int for one in ids), "a token id, a list of them, or None")

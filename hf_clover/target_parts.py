@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .configuration_clover import CloverConfig
+from .configuration_clover import SPECIAL_TOKENS, CloverConfig
 
 logger = logging.get_logger(__name__)
 
@@ -65,7 +65,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 def special_tokens_of(target: PreTrainedModel) -> dict[str, Any]:
     """The fields of its config by which transformers tells that two models share a tokenizer."""
     config = target.config.get_text_config()
-    return {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: getattr(config, name, None) for name in SPECIAL_TOKENS}
 
 
 def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | None, nn.Module | None]:

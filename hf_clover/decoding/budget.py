@@ -111,13 +111,14 @@ class Costs:
         as many in other rows are more or fewer nodes a row. A plain step is soon measured, and what drafting was
         worth says as much as the two numbers are alike."""
         share, alike = rows / others, min(rows, others) / max(rows, others)
-        return Costs(
-            drafts=deque([(share * nodes, seconds) for nodes, seconds in self.drafts][-4:], maxlen=48),
-            forwards=deque([(share * (nodes + 1) - 1, seconds) for nodes, seconds in self.forwards][-4:], maxlen=48),
+        guess = Costs(
             advantage=self.advantage**alike,
             rest=max(int(self.rest * alike), SHORTEST_REST),
             resting=int(self.resting * alike),
         )
+        guess.drafts.extend([(share * nodes, seconds) for nodes, seconds in self.drafts][-4:])
+        guess.forwards.extend([(share * (nodes + 1) - 1, seconds) for nodes, seconds in self.forwards][-4:])
+        return guess
 
 
 def line_through(seen: Sequence[tuple[float, float]], at_none: float | None = None) -> tuple[float, float]:
@@ -278,8 +279,8 @@ class AutomaticBudget:
         nearest = min(others, key=distance, default=None)
         if nearest is None:
             return Costs()
-        costs = copy.deepcopy(self.experience.costs[nearest])
-        return costs if nearest[1] == key[1] else costs.of_other_rows(nearest[1], key[1])
+        costs = self.experience.costs[nearest]
+        return copy.deepcopy(costs) if nearest[1] == key[1] else costs.of_other_rows(nearest[1], key[1])
 
     def _must_compare(self, costs: Costs) -> bool:
         return self.since_plain >= PLAIN_EVERY and costs.advantage < SURE
