@@ -24,6 +24,56 @@ def muon_rate(steps: int) -> float:
     return MUON_RATE * min(max((FULL_RUN / max(steps, 1)) ** 0.5, 1.0), MOST_TIMES)
 
 
+def multiplies_bfloat16_fast(device: torch.device) -> bool:
+    """Whether `device` has instructions for it. A CPU without them emulates it, twenty to fifty times slower than
+    float32."""
+    if device.type != "cpu":
+        return True
+    known = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """torch's Newton-Schulz iteration, in the precision of `matrix` [m, n]: its singular values become about 1."""
+    a, b, c = coefficients
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Muon(torch.optim.Muon if HAS_MUON else torch.optim.Optimizer):
+    """torch's, which always iterates in bfloat16; where the device has to emulate that, the same in float32."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if multiplies_bfloat16_fast(self.param_groups[0]["params"][0].device):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rate, momentum = group["lr"], group["momentum"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                moment = state["momentum_buffer"]
+                moment.lerp_(weight.grad, 1 - momentum)
+                ahead = weight.grad.lerp(moment, momentum)  # Nesterov's
+                update = orthogonalized(ahead.float(), group["ns_coefficients"], group["ns_steps"], group["eps"])
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.add_(update, alpha=-rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
+        return loss
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
     """
     Args:
@@ -48,7 +98,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         self.parts: list[torch.optim.Optimizer] = []
         if matrices := _chosen(groups, lambda parameter: parameter.ndim == 2):
-            self.parts.append(torch.optim.Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=momentum))
+            self.parts.append(Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=momentum))
         if others := _chosen(groups, lambda parameter: parameter.ndim != 2):
             self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps))
         super().__init__([group for part in self.parts for group in part.param_groups], {})
@@ -56,7 +106,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def set_muon_rate(self, rate: float) -> None:
         for part in self.parts:
-            if isinstance(part, torch.optim.Muon):
+            if isinstance(part, Muon):
                 for group in part.param_groups:
                     group["lr"] = rate
 
@@ -91,4 +141,4 @@ def _chosen(groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]
     return [group for group in chosen if group["params"]]
 
 
-__all__ = ["HAS_MUON", "MUON_DECAY", "MUON_RATE", "MuonAndAdamW", "muon_rate"]
+__all__ = ["HAS_MUON", "MUON_DECAY", "MUON_RATE", "Muon", "MuonAndAdamW", "muon_rate"]

@@ -33,7 +33,8 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_it_is_muon_for_matrices_and_adamw_for_the_rest() -> None:
+def test_it_is_muon_for_matrices_and_adamw_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "multiplies_bfloat16_fast", lambda device: True)
     ours, theirs = network(), network()
     matrices = [parameter for parameter in theirs.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in theirs.parameters() if parameter.ndim == 1]
@@ -45,6 +46,45 @@ def test_it_is_muon_for_matrices_and_adamw_for_the_rest() -> None:
     take_steps(ours, [MuonAndAdamW(ours.parameters(), lr=3e-3, muon_lr=0.02)], 4)
     assert same(ours, theirs)
     assert not same(ours, network())
+
+
+def test_where_bfloat16_is_slow_the_same_steps_are_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    start = {shape: torch.randn(shape) for shape in ((64, 32), (32, 64), (48, 48))}
+    taken = {}
+    for fast in (True, False):
+        monkeypatch.setattr(optimizers, "multiplies_bfloat16_fast", lambda device, fast=fast: fast)
+        matrices = [nn.Parameter(matrix.clone()) for matrix in start.values()]
+        optimizer = MuonAndAdamW(matrices, muon_lr=0.02, weight_decay=0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            for matrix in matrices:
+                matrix.grad = torch.randn_like(matrix)
+            optimizer.step()
+        taken[fast] = [matrix.detach() - first for matrix, first in zip(matrices, start.values(), strict=True)]
+        assert all(list(state) == ["momentum_buffer"] for state in optimizer.parts[0].state.values())
+    for slow_twin, ours in zip(taken[True], taken[False], strict=True):
+        assert 0 < (ours - slow_twin).norm() / slow_twin.norm() < 0.02  # bfloat16's rounding, and no more
+
+
+def test_the_iteration_in_float32_makes_singular_values_about_one() -> None:
+    torch.manual_seed(0)
+    for shape in ((40, 24), (24, 40)):
+        matrix = torch.randn(shape)
+        made = optimizers.orthogonalized(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+        values = torch.linalg.svdvals(made)
+        assert made.shape == matrix.shape
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+        left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+        assert torch.nn.functional.cosine_similarity(made.flatten(), (left @ right).flatten(), dim=0) > 0.97
+
+
+def test_a_cpu_says_whether_it_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known, fast in (({"avx512_bf16": True}, True), ({"avx2": True, "avx512_bf16": False}, False), ({}, False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known, raising=False)
+        assert optimizers.multiplies_bfloat16_fast(torch.device("cpu")) == fast
+    assert optimizers.multiplies_bfloat16_fast(torch.device("cuda"))
 
 
 def test_groups_keep_their_weight_decay() -> None:
