@@ -23,8 +23,9 @@ MOST_COMPARED = 1 << 24  # states, each with every column of its text
 
 
 def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> nn.Linear:
-    """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, as "sum" [I ; I], with
-    outputs of the size of its inputs ("even"), or as any of transformers' does (None)."""
+    """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, "beside" [I ; R], R being a
+    random matrix that keeps sizes, with outputs of the size of its inputs ("even"), or as any of transformers' does
+    (None)."""
     linear = nn.Linear(inputs, outputs, bias=bias)
     linear.start = start  # read by `CloverHeads._init_weights`
     return linear
@@ -106,11 +107,14 @@ class GatedDecoder(nn.Module):
 
 
 class EntryProjector(nn.Module):
-    """What may stand before the Augmenting Block in place of a decoder: state and token meet in one linear layer."""
+    """What may stand before the Augmenting Block in place of a decoder: state and token meet in one linear layer.
+
+    The token starts turned at random: as it is, an embedding that the target's lm_head shares would make every head
+    guess the token it has just been given."""
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
-        self.fc = started_linear(2 * config.hidden_size, config.hidden_size, True, "sum")
+        self.fc = started_linear(2 * config.hidden_size, config.hidden_size, True, "beside")
 
     def forward(self, state: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
         return self.fc(torch.cat((state, embedding), dim=-1))

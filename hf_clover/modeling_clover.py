@@ -294,9 +294,10 @@ class CloverHeads(PreTrainedModel):
             init.uniform_(module.weight, 0.0, INIT_NOISE)
         elif start == "even":
             init.normal_(module.weight, 0.0, module.in_features**-0.5)
-        elif start == "sum":
-            eye = torch.eye(module.out_features, device=module.weight.device, dtype=module.weight.dtype)
-            init.copy_(module.weight, eye.repeat(1, module.in_features // module.out_features))
+        elif start == "beside":
+            weight = torch.empty_like(module.weight).normal_(0.0, module.out_features**-0.5)
+            nn.init.eye_(weight[:, : module.out_features])
+            init.copy_(module.weight, weight)
         elif start in ("identity", "gaussian identity"):
             noise = torch.empty_like(module.weight)
             noise = noise.normal_(0.0, INIT_NOISE) if "gaussian" in start else noise.uniform_(0.0, INIT_NOISE)

@@ -269,10 +269,23 @@ def test_every_target_gives_inputs_of_the_same_size(embedding_rms, state_rms, no
     assert rms(scale * final) == pytest.approx(1.0, rel=0.3)
     entered = heads.entry_decoder(scale * final, torch.zeros(4, 12, SIZE))
     torch.testing.assert_close(entered, scale * final)
-    states = heads.encode(hidden, ids)
-    torch.testing.assert_close(states, scale * final + heads.embed(ids))
+    states, embedded = heads.encode(hidden, ids), heads.embed(ids)
+    token = states - scale * final  # turned at random: as large as it was, and nowhere near the token's own row
+    torch.testing.assert_close(token, embedded @ heads.entry_decoder.fc.weight[:, SIZE:].T)
+    assert rms(token) == pytest.approx(1.0, rel=0.3)
+    assert F.cosine_similarity(token, embedded, dim=-1).abs().mean() < 0.5
     out = heads(hidden, ids).head_outputs[0]
     assert rms(out) == pytest.approx(rms(final), rel=0.3)
+
+
+@torch.no_grad()
+def test_new_heads_do_not_repeat_the_token_where_the_target_ties_its_embeddings():
+    """A row of the embedding is then the row of lm_head that scores this very token above all others."""
+    target = make_target(tie_word_embeddings=True)
+    heads = CloverHeads.from_target(target, "clover-x")
+    ids = torch.randint(VOCABULARY, (8, 12))
+    guesses = heads.score(heads(states_of(target, ids), ids).head_outputs[0]).argmax(-1)
+    assert (guesses == ids).float().mean() < 0.5
 
 
 def test_layers_start_fresh_at_every_size():
