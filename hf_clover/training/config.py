@@ -8,7 +8,10 @@ This module does not know models or data.
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .losses import TOKEN_LOSSES
+from .optimizers import multiplies_bfloat16_fast
 
 try:
     from trl import SFTConfig
@@ -87,6 +90,7 @@ class CloverTrainingConfig(SFTConfig):
     > - `warmup_steps`: Defaults to `0.02` (of all steps) instead of `0`.
     > - `max_length`: Defaults to `2048` instead of `1024`.
     > - `gradient_checkpointing`: Is off instead of on.
+    > - `use_cpu`: Is on where there is nothing else, and `bf16` there only where the processor multiplies bfloat16.
     """
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
@@ -159,6 +163,10 @@ class CloverTrainingConfig(SFTConfig):
     )
 
     def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # transformers asks for this word before it trains there in bfloat16
+            if self.bf16 is None and not self.fp16:
+                self.bf16 = multiplies_bfloat16_fast(torch.device("cpu"))
         super().__post_init__()
         known = self.loss_type is None or self.loss_type in TOKEN_LOSSES
         self._require("loss_type", known, f"must be one of {list(TOKEN_LOSSES)}")

@@ -141,4 +141,4 @@ def _chosen(groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]
     return [group for group in chosen if group["params"]]
 
 
-__all__ = ["HAS_MUON", "MUON_DECAY", "MUON_RATE", "Muon", "MuonAndAdamW", "muon_rate"]
+__all__ = ["HAS_MUON", "MUON_DECAY", "MUON_RATE", "Muon", "MuonAndAdamW", "multiplies_bfloat16_fast", "muon_rate"]
