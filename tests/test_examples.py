@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,20 @@ def test_the_quick_start_measures_what_it_shows(tmp_path, capsys):
     assert f"{result['rows'][1]['tokens_per_forward']:.2f}" in said
     assert result["rows"][1]["identical"] is True
     assert result["rows"][1]["tokens_per_forward"] > 2
+    assert [row["method"] for row in result["rows"]] == ["plain", "clover-x", "prompt-lookup"]
+
+
+def test_the_quick_start_shows_no_text_that_runs_in_circles(stand_in):
+    target, tokenizer = stand_in
+    quickstart = load("quickstart")
+    for number, prompt in enumerate(load_prompts("stand-in", tokenizer, limit=3)):
+        torch.manual_seed(quickstart.SEED + number)
+        out = target.generate(
+            torch.tensor([prompt]), max_new_tokens=128, do_sample=True, temperature=quickstart.TEMPERATURE
+        )
+        ids = out[0].tolist()
+        runs = Counter(tuple(ids[place : place + 8]) for place in range(len(ids) - 7))
+        assert max(runs.values()) <= 2, tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("folder", HEADS)
