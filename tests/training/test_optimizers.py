@@ -10,7 +10,7 @@ from tiny import losses, make_target, make_trainer
 from torch import nn
 
 from hf_clover import CloverHeads
-from hf_clover.training import optimizers
+from hf_clover.training import CloverTrainingConfig, config, optimizers
 from hf_clover.training.optimizers import MuonAndAdamW, muon_rate
 
 
@@ -227,3 +227,14 @@ def test_muon_needs_a_torch_that_has_it(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"needs torch 2\.9 or later"):
         make_trainer(tmp_path, make_target(), muon_learning_rate=0.1)
     assert hasattr(torch.optim, "Muon") == optimizers.HAS_MUON
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_machine_without_an_accelerator_needs_no_word(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fast: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(config, "multiplies_bfloat16_fast", lambda device: fast)
+    args = CloverTrainingConfig(str(tmp_path))
+    assert (args.use_cpu, args.bf16) == (True, fast)
+    assert CloverTrainingConfig(str(tmp_path), bf16=not fast).bf16 is not fast
