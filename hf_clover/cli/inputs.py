@@ -13,15 +13,18 @@ def load(
     dtype: str = "auto",
     device: str | None = None,
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
 ) -> tuple[Any, Any, Any]:
     """Target, tokenizer, and heads or None."""
     if target is None:
+        if gguf_file is not None:
+            raise ValueError(f"`--gguf-file {gguf_file}` needs to know where it lies: pass `--target` too.")
         if not (STAND_IN / "target").is_dir():
             raise ValueError(f"there is no stand-in at {STAND_IN}: pass `--target`, a model's id or its folder.")
         target, heads = str(STAND_IN / "target"), heads or str(STAND_IN / "heads")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from ..loading import load_target, load_tokenizer
     from ..modeling_clover import CloverHeads
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -29,10 +32,10 @@ def load(
         dtype = "float32"
     elif dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"`--dtype {dtype}` is none: pass auto, float32, bfloat16 or float16.")
-    code = {"trust_remote_code": trust_remote_code}
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, **code).to(device)
+    code = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
+    model = load_target(target, dtype=dtype, **code).to(device)
     assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(device)
-    return model, AutoTokenizer.from_pretrained(target, **code), assistant
+    return model, load_tokenizer(target, **code), assistant
 
 
 def prompt_of(prompt: str | None, file: Path | None) -> str:

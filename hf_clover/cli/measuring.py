@@ -14,6 +14,7 @@ from .options import (
     Caches,
     Device,
     Dtype,
+    GgufFile,
     Heads,
     NodeCounts,
     NumPrompts,
@@ -26,6 +27,7 @@ from .options import (
 
 def benchmark(
     target: Target = None,
+    gguf_file: GgufFile = None,
     heads: Heads = None,
     against: Annotated[
         list[str] | None,
@@ -58,7 +60,7 @@ def benchmark(
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
     counts, trees = checked(nodes, tree or [], cache), tree or [None]
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     from .. import benchmark as bench
     from ..prompts import load_prompts
 

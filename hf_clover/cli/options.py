@@ -30,6 +30,10 @@ class ManyValues(typer.core.TyperCommand):
 Target = Annotated[
     str | None, typer.Option(help="The target: an id or a folder. Default: the stand-in.", show_default=False)
 ]
+GgufFile = Annotated[
+    str | None,
+    typer.Option(help="Load the target from this GGUF file in its repository or folder.", show_default=False),
+]
 Heads = Annotated[
     str | None,
     typer.Option(help="Its heads. Default: the stand-in's, or none where --target is given.", show_default=False),

@@ -5,11 +5,12 @@ from typing import Annotated
 import typer
 
 from .inputs import load
-from .options import Device, Dtype, Heads, NumAssistantTokens, Target, TrustRemoteCode
+from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Target, TrustRemoteCode
 
 
 def serve(
     target: Target = None,
+    gguf_file: GgufFile = None,
     heads: Heads = None,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one of this machine.")] = (
         "localhost"
@@ -37,7 +38,7 @@ def serve(
         raise ValueError("`--heads` is missing: without heads, `transformers serve` serves the target.")
     from ..serving import serve as run
 
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     if num_assistant_tokens is not None:
         assistant.generation_config.num_assistant_tokens = num_assistant_tokens
     run(model, tokenizer, assistant, target or "stand-in", host, port)

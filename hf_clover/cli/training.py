@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from .inputs import load
+from .options import GgufFile
 
 
 def train(context: typer.Context) -> None:
@@ -21,9 +22,10 @@ def train(context: typer.Context) -> None:
 
 
 def regenerate(
-    dataset: Annotated[str, typer.Argument(help="Prompts: a dataset of the Hub, or a folder of files.")],
+    dataset: Annotated[str, typer.Argument(help="Prompts: a dataset of the Hub, a folder of files, or a file.")],
     output_dir: Annotated[Path, typer.Argument(help="Where the answers go; running again continues there.")],
     model: Annotated[str, typer.Option(help="The target: an id or a folder, or its name at the endpoint.")],
+    gguf_file: GgufFile = None,
     heads: Annotated[str | None, typer.Option(help="Heads to answer sooner with (the answers are the same).")] = None,
     endpoint: Annotated[str | None, typer.Option(help="A server with OpenAI's interface, for all answers.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the endpoint.")] = None,
@@ -43,13 +45,16 @@ def regenerate(
     from ..training import EndpointAnswers, TargetAnswers
     from ..training import regenerate as run
 
-    if endpoint is not None and heads is not None:
-        raise ValueError("`--heads` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
-    prompts = load_dataset(dataset, name=config, split=split)
+    for flag, given in (("--heads", heads), ("--gguf-file", gguf_file)):
+        if endpoint is not None and given is not None:
+            raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
+    file = Path(dataset)
+    source = {"path": str(file.parent), "data_files": file.name} if file.is_file() else {"path": dataset}
+    prompts = load_dataset(**source, name=config, split=split)
     if endpoint is not None:
         answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
     else:
-        target, tokenizer, assistant = load(model, heads, dtype)
+        target, tokenizer, assistant = load(model, heads, dtype, gguf_file=gguf_file)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         answers = TargetAnswers(target, tokenizer, assistant, batch_size, max_new_tokens=max_new_tokens, **sampling)
     answered = run(prompts, answers, output_dir)

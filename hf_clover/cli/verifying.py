@@ -13,6 +13,7 @@ from .options import (
     Caches,
     Device,
     Dtype,
+    GgufFile,
     Heads,
     NodeCounts,
     NumPrompts,
@@ -25,6 +26,7 @@ from .options import (
 
 def verify(
     target: Target = None,
+    gguf_file: GgufFile = None,
     heads: Heads = None,
     prompts: Prompts = "stand-in",
     num_prompts: NumPrompts = 8,
@@ -46,7 +48,7 @@ def verify(
     Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
     """
     counts = checked(nodes, tree, cache)
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
     from .. import verification

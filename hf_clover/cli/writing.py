@@ -12,6 +12,7 @@ from .inputs import load, prompt_of, settings_of
 from .options import (
     Device,
     Dtype,
+    GgufFile,
     Heads,
     NumAssistantTokens,
     Seed,
@@ -25,6 +26,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to continue; without it, standard input.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file to continue, in place of PROMPT.")] = None,
     target: Target = None,
+    gguf_file: GgufFile = None,
     heads: Heads = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 128,
     temperature: Temperature = 0.0,
@@ -43,7 +45,7 @@ def generate(
     Example: hf-clover generate "def fibonacci(n):" --max-new-tokens 64
     """
     text = prompt_of(prompt, file)
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     from ..live import LiveStreamer, StepRecord, TokenText
 
     settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
@@ -62,6 +64,7 @@ def generate(
 
 def chat(
     target: Target = None,
+    gguf_file: GgufFile = None,
     heads: Heads = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Temperature = 0.0,
@@ -78,7 +81,7 @@ def chat(
 
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     from rich.console import Console
 
     from ..chat import Conversation

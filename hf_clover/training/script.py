@@ -21,8 +21,8 @@ from .trainer import CloverTrainer
 class TargetModelConfig(ModelConfig):
     """
     trl's `ModelConfig`: `model_name_or_path` and `model_revision` are those of heads to go on with (none: new ones),
-    `use_peft` and `lora_*` of an adapter for them; `dtype`, `attn_implementation`, `load_in_4bit` and the like say how
-    the target is loaded.
+    `use_peft` and `lora_*` of an adapter for them; `dtype`, `attn_implementation`, `load_in_4bit`, `gguf_file` and the
+    like say how the target is loaded.
     """
 
     dtype: str | None = field(
@@ -31,6 +31,9 @@ class TargetModelConfig(ModelConfig):
             "help": "The dtype to load the target in. It defaults to the target's own.",
             "choices": ["auto", "bfloat16", "float16", "float32"],
         },
+    )
+    gguf_file: str | None = field(
+        default=None, metadata={"help": "Load the target from this GGUF file in its repository or folder."}
     )
 
 
@@ -79,12 +82,13 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTr
     return trainer
 
 
-def target_options(training_args: CloverTrainingConfig, model_args: ModelConfig) -> dict[str, Any]:
+def target_options(training_args: CloverTrainingConfig, model_args: TargetModelConfig) -> dict[str, Any]:
     """What the target is loaded with; what `teacher_model_init_kwargs` says goes first."""
     if model_args.load_in_4bit and model_args.dtype == "auto":
         model_args.dtype = "bfloat16"  # 4-bit weights need a dtype to compute in
     options = {
         "dtype": model_args.dtype,
+        "gguf_file": model_args.gguf_file,
         "attn_implementation": model_args.attn_implementation,
         "trust_remote_code": training_args.trust_remote_code,
         "quantization_config": get_quantization_config(model_args),

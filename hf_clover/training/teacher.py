@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,6 +29,7 @@ from transformers.integrations.deepspeed import (
 from transformers.utils import logging
 from trl.models import prepare_deepspeed
 
+from ..loading import gguf_file_of, load_target
 from ..modeling_clover import CloverHeads
 from ..target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
 
@@ -158,6 +158,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, target: nn.Module) -> No
     """Raise where `tokenizer` is known not to be the target's."""
     model = unwrap(target)
     vocabulary, name = tokenizer.get_vocab(), getattr(model.config, "name_or_path", None)
+    if gguf_file_of(model) is not None and name == tokenizer.name_or_path:
+        return  # transformers may have added a token to the file's that no row is for, and no text brings up
     rows = model.get_input_embeddings().weight.shape[0]
     highest = max(vocabulary, key=vocabulary.get)
     if vocabulary[highest] >= rows:
@@ -208,7 +210,7 @@ def loading_whole(args: TrainingArguments) -> Iterator[None]:
 def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
     options = {"dtype": "auto", **(args.teacher_model_init_kwargs or {})}
     with loading_whole(args):
-        return AutoModelForCausalLM.from_pretrained(name, **options)
+        return load_target(name, **options)
 
 
 __all__ = ["Teacher", "check_tokenizer", "load_teacher", "loading_whole", "to_device"]

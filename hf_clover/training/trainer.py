@@ -15,7 +15,6 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import (
-    AutoTokenizer,
     DataCollator,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,6 +25,7 @@ from transformers.utils import logging
 from trl import SFTTrainer
 
 from ..hub import push_folder, write_card, write_results
+from ..loading import gguf_file_of, load_tokenizer
 from ..modeling_clover import CloverHeads
 from ..target_parts import unwrap
 from .arguments import (
@@ -144,8 +144,9 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         model = make_heads(model, teacher_model, args)
         self.teacher = Teacher(teacher_model, unwrap(model))
         if processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(
-                name_of(teacher_model), trust_remote_code=args.trust_remote_code
+            gguf_file = gguf_file_of(unwrap(teacher_model))
+            processing_class = load_tokenizer(
+                name_of(teacher_model), gguf_file, trust_remote_code=args.trust_remote_code
             )
         check_tokenizer(processing_class, teacher_model)
         check_optimizer(optimizers[0], teacher_model)

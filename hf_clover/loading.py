@@ -1,0 +1,62 @@
+"""A target and its tokenizer by name: from the Hub, from a folder, or from a GGUF file in either.
+
+Contract: what transformers' `from_pretrained` gives. A GGUF is unpacked as it is loaded, since heads borrow rows of
+the target's weights and packed ones lend none; a file that cannot be read is a `ValueError` that says what is wrong.
+"""
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def load_target(name: str, gguf_file: str | None = None, **options: Any) -> PreTrainedModel:
+    """`options` are those of `from_pretrained`."""
+    if gguf_file is not None:
+        options = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True), **options}
+    with _reading(name, gguf_file):
+        model = AutoModelForCausalLM.from_pretrained(name, **options)
+    model.gguf_file = gguf_file
+    return model
+
+
+def load_tokenizer(name: str, gguf_file: str | None = None, **options: Any) -> PreTrainedTokenizerBase:
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    with _reading(name, gguf_file):
+        return AutoTokenizer.from_pretrained(name, **options)
+
+
+def gguf_file_of(model: PreTrainedModel) -> str | None:
+    """The file that a target is from; where `from_pretrained` has packed it, its config says so."""
+    packed = getattr(getattr(model, "config", None), "quantization_config", None)
+    return getattr(model, "gguf_file", None) or getattr(packed, "gguf_file", None)
+
+
+@contextmanager
+def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
+    folder = Path(name)
+    if gguf_file is None and folder.is_file():
+        raise ValueError(
+            f"{str(name)!r} is a file: pass its folder {str(folder.parent)!r}, and `gguf_file={folder.name!r}` if it "
+            "is a GGUF."
+        )
+    if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
+        found = ", ".join(sorted(path.name for path in folder.glob("*.gguf")))
+        raise ValueError(f"`gguf_file={gguf_file!r}` is not in {str(name)!r}, which has {found or 'no GGUF file'}.")
+    try:
+        yield
+    except (ValueError, OSError, LookupError, TypeError, struct.error) as error:
+        if gguf_file is None:
+            raise
+        reason = str(error).rstrip(".") if isinstance(error, (ValueError, OSError)) else "it is damaged or cut short"
+        raise ValueError(
+            f"`gguf_file={gguf_file!r}` of {str(name)!r} cannot be loaded: {reason}. Pass a whole GGUF file of an "
+            "architecture that transformers reads, or the model in safetensors and no `gguf_file`."
+        ) from error
+
+
+__all__ = ["gguf_file_of", "load_target", "load_tokenizer"]
