@@ -26,14 +26,15 @@ def regenerate(
     output_dir: Annotated[Path, typer.Argument(help="Where the answers go; running again continues there.")],
     model: Annotated[str, typer.Option(help="The target: an id or a folder, or its name at the endpoint.")],
     gguf_file: GgufFile = None,
-    heads: Annotated[str | None, typer.Option(help="Heads to answer sooner with (the answers are the same).")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads to answer with (greedy answers are the same).")] = None,
     endpoint: Annotated[str | None, typer.Option(help="A server with OpenAI's interface, for all answers.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the endpoint.")] = None,
     config: Annotated[str | None, typer.Option(help="The dataset's configuration.")] = None,
     split: Annotated[str, typer.Option(help="The dataset's split; slices such as train[:1000] too.")] = "train",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy answers.")] = 0.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in one call of generate.")] = 8,
+    seed: Annotated[int, typer.Option(help="For samples; without heads the same ones whatever the batch.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at once; fewer need less memory.")] = 32,
     dtype: Annotated[str, typer.Option(help="The dtype to load the target in.")] = "auto",
 ) -> None:
     """Let the target answer a dataset's prompts: the text that its heads learn best from.
@@ -56,7 +57,9 @@ def regenerate(
     else:
         target, tokenizer, assistant = load(model, heads, dtype, gguf_file=gguf_file)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        answers = TargetAnswers(target, tokenizer, assistant, batch_size, max_new_tokens=max_new_tokens, **sampling)
+        answers = TargetAnswers(
+            target, tokenizer, assistant, batch_size, seed, max_new_tokens=max_new_tokens, **sampling
+        )
     answered = run(prompts, answers, output_dir)
     typer.echo(f"{len(answered)} of {len(prompts)} prompts answered in {output_dir}")
 

@@ -7,6 +7,7 @@ was stopped goes on after its last finished sample, with any number of processes
 `TargetAnswers` (generate, with heads or without) or `EndpointAnswers` (a server with OpenAI's interface).
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,10 +25,12 @@ from accelerate import PartialState
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerationMode
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
 from ..hub import provenance, write_results
+from .row_by_row import decode, own_random_numbers, own_seed
 from .storage import write_whole
 
 logger = logging.get_logger(__name__)
@@ -52,7 +56,10 @@ class TargetAnswers:
         model: the target.
         tokenizer: the target's.
         assistant_model: heads to speculate with; the answers stay the target's.
-        batch_size: prompts in one call of `generate`.
+        batch_size: prompts in one call of `generate`, which are of about the same length; the longest go first.
+        seed: for samples. Without heads an answer depends on the seed and its own prompt (and on rounding): not on the
+            order, the batch, the number of processes or on where a run was stopped. A prompt that comes twice gets the
+            same answer twice. With heads it depends on the other prompts of its batch too.
         generation_kwargs: for `generate`, such as `max_new_tokens` (1024 unless given), `do_sample`, `temperature`.
     """
 
@@ -61,34 +68,60 @@ class TargetAnswers:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         assistant_model: Any | None = None,
-        batch_size: int = 8,
+        batch_size: int = 32,
+        seed: int = 0,
         **generation_kwargs: Any,
     ) -> None:
         self.model, self.tokenizer, self.heads = model.eval(), tokenizer, assistant_model
         self.batch_size, self.generation_kwargs = batch_size, {"max_new_tokens": 1024, **generation_kwargs}
         self.settings = {"model": model.config.name_or_path, **self.generation_kwargs}
+        config = copy.deepcopy(model.generation_config)
+        config.update(**self.generation_kwargs)
+        self.mode, self.seed = config.get_generation_mode(), seed
+        if config.do_sample:
+            self.settings["seed"] = seed
 
     def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str | Exception]]:
-        for start in range(0, len(prompts), self.batch_size):
-            places = range(start, min(start + self.batch_size, len(prompts)))
+        ids = {}
+        for place, prompt in enumerate(prompts):
             try:
-                yield from zip(places, self._answer([prompts[place] for place in places]), strict=True)
-            except Exception:  # one prompt of them: ask one by one
-                for place in places:
-                    try:
-                        yield place, self._answer([prompts[place]])[0]
-                    except Exception as error:
-                        yield place, error
+                ids[place] = self._token_ids(prompt)
+            except Exception as error:
+                yield place, error
+        longest_first = sorted(
+            ids, key=lambda place: -len(ids[place])
+        )  # what is too much for the memory fails at once
+        for start in range(0, len(longest_first), self.batch_size):
+            yield from self._answers(longest_first[start : start + self.batch_size], ids)
+
+    def _answers(self, places: list[int], ids: dict[int, list[int]]) -> Iterator[tuple[int, str | Exception]]:
+        try:
+            answers: list[str | Exception] = self._answer([ids[place] for place in places])
+        except Exception as error:
+            if len(places) > 1:  # one prompt of them, or too many at once
+                for half in (places[: len(places) // 2], places[len(places) // 2 :]):
+                    yield from self._answers(half, ids)
+                return
+            answers = [error]
+        yield from zip(places, answers, strict=True)
 
     @torch.no_grad()
-    def _answer(self, prompts: list[Prompt]) -> list[str]:
-        tokenizer, ids = self.tokenizer, [self._token_ids(prompt) for prompt in prompts]
+    def _answer(self, ids: list[list[int]]) -> list[str]:
+        tokenizer, options = self.tokenizer, dict(self.generation_kwargs)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         batch = tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt").to(self.model.device)
-        sequences = self.model.generate(
-            **batch, assistant_model=self.heads, pad_token_id=tokenizer.pad_token_id, **self.generation_kwargs
-        )
+        if self.heads is not None:
+            if self.mode == GenerationMode.SAMPLE:
+                torch.manual_seed(own_seed(ids[0], self.seed))
+            options["assistant_model"] = self.heads
+        elif self.mode == GenerationMode.GREEDY_SEARCH:
+            options["custom_generate"] = decode
+        elif self.mode == GenerationMode.SAMPLE:
+            count = options["max_new_tokens"]
+            numbers = torch.stack([own_random_numbers(each, self.seed, count) for each in ids])  # [B, count]
+            options["custom_generate"] = partial(decode, numbers=numbers.to(self.model.device))
+        sequences = self.model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)
         return tokenizer.batch_decode(sequences[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:

@@ -1,0 +1,86 @@
+"""Generation for many prompts at once, where each answer is its prompt's own affair.
+
+Contract: `decode` goes to `model.generate(..., custom_generate=...)` and gives the greedy tokens that generate itself
+would give. It differs in two things: rows that have ended leave the batch, so that the others do not pay for them; and
+a row is sampled with random numbers of its own, so that its text does not depend on what else is in the batch.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+
+from ..decoding.walk import Text
+
+DROP_BELOW = 0.9  # of a batch's rows going on: leaving costs a copy of the cache, about half a step
+
+
+def own_seed(ids: Sequence[int], seed: int) -> int:
+    """Of this prompt, for a generator of random numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {list(ids)}".encode()).digest()[:8], "big", signed=True)
+
+
+def own_random_numbers(ids: Sequence[int], seed: int, count: int) -> torch.Tensor:
+    """[count] from 0 to 1, of this prompt and seed."""
+    return torch.rand(count, generator=torch.Generator().manual_seed(own_seed(ids, seed)))
+
+
+def pick(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Tokens [B] from probabilities [B, V] and numbers [B]: where the running sum passes the number."""
+    sums = probs.double().cumsum(-1)  # [B, V]
+    return torch.searchsorted(sums, numbers.double()[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
+@torch.no_grad()
+def decode(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    numbers: torch.Tensor | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor:
+    """Sequences [B, T]. `numbers` [B, new tokens at most]: what the rows are sampled with; greedy without."""
+    text = Text.start(input_ids, logits_processor, stopping_criteria, generation_config, None)
+    may_leave = (
+        text.scores_decide  # what looks at the text may keep account of the rows
+        and not text.in_lockstep
+        and type(model_kwargs.get("past_key_values")) is DynamicCache
+        and model.config.get_text_config() is model.config  # image positions are kept by row in the model
+    )
+    written, rows = list(input_ids), torch.arange(len(input_ids), device=input_ids.device)  # rows: those in the batch
+    ended, step = torch.zeros_like(rows, dtype=torch.bool), 0
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    while True:
+        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        scores = logits_processor(input_ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))  # [B, V]
+        if numbers is None:
+            tokens = scores.argmax(-1)  # [B]
+        else:
+            tokens = pick(scores.softmax(-1), numbers[rows, step])  # [B]
+        if text.pad is not None:
+            tokens = tokens.masked_fill(ended, text.pad)
+        input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)  # [B, L + 1]
+        ended |= stopping_criteria(input_ids, None)
+        step += 1
+        going_on = (~ended).nonzero()[:, 0]
+        is_over = len(going_on) == 0
+        if is_over or (may_leave and len(going_on) < DROP_BELOW * len(rows)):
+            for place in ended.nonzero()[:, 0].tolist():
+                written[int(rows[place])] = input_ids[place]
+            if is_over:
+                break
+            input_ids, rows, ended = input_ids[going_on], rows[going_on], ended[going_on]
+            model_kwargs["past_key_values"].batch_select_indices(going_on)
+            for name in ("attention_mask", "position_ids"):
+                if model_kwargs.get(name) is not None:
+                    model_kwargs[name] = model_kwargs[name][going_on]
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+        outputs = model(**inputs, return_dict=True)
+    return torch.nn.utils.rnn.pad_sequence(written, batch_first=True, padding_value=text.pad or 0)
+
+
+__all__ = ["decode", "own_random_numbers", "own_seed", "pick"]
