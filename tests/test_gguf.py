@@ -2,8 +2,7 @@
 
 import copy
 import json
-import os
-import subprocess
+import re
 import sys
 from pathlib import Path
 
@@ -91,7 +90,8 @@ def test_in_every_command(folder):
     prompts = ["--prompts", folder / "prompts.txt", "--num-prompts", 2, "--json"]
     rows = json.loads(call("benchmark", *models, *heads, *prompts, "--repeats", 1))["rows"]
     assert rows[1]["identical"] is True
-    assert json.loads(call("verify", *models, *heads, *prompts))["verdict"] == "identical"
+    few = ["--nodes", 4, "--tree", "global", "--batch-size", 2]
+    assert json.loads(call("verify", *models, *heads, *prompts, *few))["verdict"] == "identical"
     words = ["--model", folder, "--gguf-file", NAME, "--max-new-tokens", 3]
     assert "4 of 4 prompts answered" in call("regenerate", folder / "prompts.jsonl", folder / "answers", *words)
 
@@ -161,15 +161,14 @@ def test_what_cannot_be_read(folder, tmp_path, load, original):
         load(folder / NAME)
 
 
-def test_without_the_package(folder):
+def test_without_the_package(folder, monkeypatch, capsys):
     """transformers' own words, in one line."""
-    code = "import sys; sys.modules['gguf'] = None\nfrom hf_clover.cli import main\nmain()"
-    words = ["generate", "a", "--target", folder, "--gguf-file", NAME]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    said = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=environment)
-    assert said.returncode == 2
-    assert "Traceback" not in said.stderr
-    assert "gguf" in said.stderr.splitlines()[-1]
+    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.is_gguf_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["hf-clover", "generate", "a", "--target", str(folder), "--gguf-file", NAME])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert re.match(r"hf-clover: Please install .*gguf>=", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_a_file_without_a_target_and_beside_an_endpoint(folder):

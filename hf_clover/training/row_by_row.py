@@ -14,8 +14,6 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 
 from ..decoding.walk import Text
 
-DROP_BELOW = 0.9  # of a batch's rows going on: leaving costs a copy of the cache, about half a step
-
 
 def own_seed(ids: Sequence[int], seed: int) -> int:
     """Of this prompt, for a generator of random numbers."""
@@ -68,7 +66,7 @@ def decode(
         step += 1
         going_on = (~ended).nonzero()[:, 0]
         is_over = len(going_on) == 0
-        if is_over or (may_leave and len(going_on) < DROP_BELOW * len(rows)):
+        if is_over or (may_leave and len(going_on) < len(rows)):  # a copy of the cache, as every step makes one
             for place in ended.nonzero()[:, 0].tolist():
                 written[int(rows[place])] = input_ids[place]
             if is_over:
