@@ -37,6 +37,7 @@ logger = logging.get_logger(__name__)
 
 Prompt = str | list[dict[str, str]]  # a text, or messages
 DATA_FILE = "train.parquet"
+MOST_PADDING = 128  # tokens before a prompt: reading more of them costs more than another, smaller batch
 REQUEST_TIMEOUT = 3600  # seconds; a busy server keeps requests waiting
 
 
@@ -91,8 +92,15 @@ class TargetAnswers:
         longest_first = sorted(
             ids, key=lambda place: -len(ids[place])
         )  # what is too much for the memory fails at once
-        for start in range(0, len(longest_first), self.batch_size):
-            yield from self._answers(longest_first[start : start + self.batch_size], ids)
+        batch: list[int] = []
+        for place in longest_first:
+            padding = len(ids[batch[0]]) - len(ids[place]) if batch else 0
+            if len(batch) == self.batch_size or padding > max(MOST_PADDING, len(ids[place]) // 4):
+                yield from self._answers(batch, ids)
+                batch = []
+            batch.append(place)
+        if batch:
+            yield from self._answers(batch, ids)
 
     def _answers(self, places: list[int], ids: dict[int, list[int]]) -> Iterator[tuple[int, str | Exception]]:
         try:

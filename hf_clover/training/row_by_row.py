@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.walk import Text
@@ -27,8 +28,9 @@ def own_random_numbers(ids: Sequence[int], seed: int, count: int) -> torch.Tenso
 
 def pick(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Tokens [B] from probabilities [B, V] and numbers [B]: where the running sum passes the number."""
-    sums = probs.double().cumsum(-1)  # [B, V]
-    return torch.searchsorted(sums, numbers.double()[:, None] * sums[:, -1:], right=True)[:, 0]
+    sums = probs.cumsum(-1)  # [B, V]
+    passed = numbers[:, None] * sums[:, -1:] * (1 - 2**-22)  # under the last sum, however it is rounded
+    return torch.searchsorted(sums, passed, right=True)[:, 0]
 
 
 @torch.no_grad()
@@ -54,7 +56,8 @@ def decode(
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     while True:
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
-        scores = logits_processor(input_ids, outputs.logits[:, -1].to(copy=True, dtype=torch.float32))  # [B, V]
+        logits = outputs.logits[:, -1].to(input_ids.device, torch.float32, copy=True)  # [B, V]
+        scores = logits_processor(input_ids, logits)  # [B, V]
         if numbers is None:
             tokens = scores.argmax(-1)  # [B]
         else:
@@ -76,9 +79,10 @@ def decode(
             for name in ("attention_mask", "position_ids"):
                 if model_kwargs.get(name) is not None:
                     model_kwargs[name] = model_kwargs[name][going_on]
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+        new = 1 if model_kwargs.get("use_cache") else None
+        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **model_kwargs)
         outputs = model(**inputs, return_dict=True)
-    return torch.nn.utils.rnn.pad_sequence(written, batch_first=True, padding_value=text.pad or 0)
+    return pad_sequence(written, batch_first=True, padding_value=text.pad or 0)
 
 
 __all__ = ["decode", "own_random_numbers", "own_seed", "pick"]

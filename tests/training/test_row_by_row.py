@@ -109,3 +109,13 @@ def test_decode_pads_as_generate_does(target):
     assert torch.equal(
         target.generate(**batch, **options), target.generate(**batch, custom_generate=decode, **options)
     )
+
+
+def test_prompts_of_one_length_go_together_the_longest_first(target, monkeypatch):
+    """So that little padding is read, and what is too much for the memory shows at once."""
+    shapes, generate = [], target.generate
+    monkeypatch.setattr(
+        target, "generate", lambda **inputs: shapes.append(tuple(inputs["input_ids"].shape)) or generate(**inputs)
+    )
+    answered(target, ["w1", "w2 " * 200, "w3 w4", "w5 " * 190], do_sample=False)
+    assert shapes == [(2, 200), (2, 2)]
