@@ -30,6 +30,7 @@ from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
 from ..hub import provenance, write_results
+from ..loading import gguf_file_of
 from .row_by_row import decode, own_random_numbers, own_seed
 from .storage import write_whole
 
@@ -81,6 +82,8 @@ class TargetAnswers:
         self.mode, self.seed = config.get_generation_mode(), seed
         if config.do_sample:
             self.settings["seed"] = seed
+        if gguf_file_of(model) is not None:
+            self.settings["gguf_file"] = gguf_file_of(model)
 
     def __call__(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, str | Exception]]:
         ids = {}
@@ -89,11 +92,8 @@ class TargetAnswers:
                 ids[place] = self._token_ids(prompt)
             except Exception as error:
                 yield place, error
-        longest_first = sorted(
-            ids, key=lambda place: -len(ids[place])
-        )  # what is too much for the memory fails at once
         batch: list[int] = []
-        for place in longest_first:
+        for place in sorted(ids, key=lambda place: -len(ids[place])):  # what is too much for the memory shows at once
             padding = len(ids[batch[0]]) - len(ids[place]) if batch else 0
             if len(batch) == self.batch_size or padding > max(MOST_PADDING, len(ids[place]) // 4):
                 yield from self._answers(batch, ids)
@@ -103,15 +103,20 @@ class TargetAnswers:
             yield from self._answers(batch, ids)
 
     def _answers(self, places: list[int], ids: dict[int, list[int]]) -> Iterator[tuple[int, str | Exception]]:
+        answers: list[str | Exception] | None = None
         try:
-            answers: list[str | Exception] = self._answer([ids[place] for place in places])
+            answers = self._answer([ids[place] for place in places])
         except Exception as error:
-            if len(places) > 1:  # one prompt of them, or too many at once
-                for half in (places[: len(places) // 2], places[len(places) // 2 :]):
-                    yield from self._answers(half, ids)
-                return
-            answers = [error]
-        yield from zip(places, answers, strict=True)
+            if len(places) == 1:
+                answers = [error]
+        if answers is not None:
+            yield from zip(places, answers, strict=True)
+            return
+        for half in (
+            places[: len(places) // 2],
+            places[len(places) // 2 :],
+        ):  # one prompt of them, or too many at once
+            yield from self._answers(half, ids)
 
     @torch.no_grad()
     def _answer(self, ids: list[list[int]]) -> list[str]:
