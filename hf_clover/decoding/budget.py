@@ -12,6 +12,7 @@ Shapes: B rows, N draft nodes.
 """
 
 import copy
+import math
 import statistics
 import threading
 from collections import deque
@@ -30,13 +31,17 @@ from .tree import Tree
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
 START = 24  # nodes of the first trees, shared by the rows
-LEARNING = 6  # trees that are looked at before drafting may rest
 SHORTEST_REST, LONGEST_REST = 8, 128  # steps
-SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing
-PLAIN_EVERY = 64  # steps, where it does
+SHARE = 0.04  # of a rest's time, that the draft before it may have lost
+SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing, where times do not wander
+PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are known
+NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
-TRUST_IN_LINE = 8  # times seen, that the line through all sizes counts as beside what one size took itself
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
+# What is believed of costs before any is seen, each with how far it may be off; all in logarithms but the first two.
+ON_CPU, ON_DEVICE = (1.4, 0.09), (1.1, 0.0)  # plain steps that a tree of 7 nodes costs, and growth as tokens double
+DRAFT = 0.25  # plain steps that a draft costs
+NOISE, LEVEL_OFF, GROWTH_OFF, CORNER = 0.3, 0.3, 0.06, 0.1  # of a time, of the two guesses, of one size from the line
 
 
 def check_nodes(asked: Any, room: int | None = None) -> int | None:
@@ -95,16 +100,44 @@ class Recent:
         return statistics.median(self.values) if self.values else None
 
 
+Seen = tuple[float, float, list[float]]  # nodes, seconds, and the seconds of plain steps before and after
+
+
 @dataclass
 class Costs:
-    """Seconds of a plain step, and of drafts and of forwards over trees as they were seen lately."""
+    """Seconds of plain steps, and of drafts and of forwards over trees as they were seen lately."""
 
     plain: Recent = field(default_factory=Recent)
-    drafts: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=48))  # nodes, seconds
-    forwards: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=48))  # likewise
-    advantage: float = 1.25  # of drafting over plain steps, lately; heads get a few steps to show theirs
+    drafts: deque[Seen] = field(default_factory=lambda: deque(maxlen=128))
+    forwards: deque[Seen] = field(default_factory=lambda: deque(maxlen=128))
+    near: list[float] = field(default_factory=list)  # the plain steps beside the trees of now
+    follows_plain: bool = False  # the last step was one
+    noise: float = NOISE  # of a step's time, in logarithms
+    advantage: float = 1.1  # of drafting over plain steps, lately; heads get a few steps to show theirs
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
     resting: int = 0  # steps that are left of a pause
+
+    def learn_plain(self, seconds: float) -> None:
+        self.plain.add(seconds)
+        self.near.append(seconds)
+        del self.near[2 * NEAR : -NEAR]
+        self.follows_plain = True
+
+    def learn_tree(self, drafted: int, draft_seconds: float, nodes: int, forward_seconds: float) -> None:
+        if self.follows_plain:
+            self.near, self.follows_plain = self.near[-NEAR:], False
+        if nodes:
+            self.forwards.append((nodes, forward_seconds, self.near))
+        if drafted:
+            self.drafts.append((drafted, draft_seconds, self.near))
+
+    def in_plain_steps(self, seen: Sequence[Seen]) -> list[tuple[float, float]]:
+        """Times as multiples of the plain steps beside them: what slows a machine down for a while slows both."""
+        paces: dict[int, float] = {}
+        for _, _, near in (seen := list(seen)):  # another thread may add to it meanwhile
+            if id(near) not in paces:
+                paces[id(near)] = statistics.median(near[: 2 * NEAR] or self.plain.values)
+        return [(nodes, seconds / paces[id(near)]) for nodes, seconds, near in seen]
 
     def of_other_rows(self, rows: int, others: int) -> "Costs":
         """What was seen with `rows` as a guess for `others`, until more is known. A forward costs by its tokens, so
@@ -116,43 +149,37 @@ class Costs:
             rest=max(int(self.rest * alike), SHORTEST_REST),
             resting=int(self.resting * alike),
         )
-        guess.drafts.extend([(share * nodes, seconds) for nodes, seconds in self.drafts][-4:])
-        guess.forwards.extend([(share * (nodes + 1) - 1, seconds) for nodes, seconds in self.forwards][-4:])
+        guess.drafts.extend([(share * nodes, seconds, []) for nodes, seconds, _ in self.drafts][-4:])
+        forwards = [(share * (nodes + 1) - 1, seconds, []) for nodes, seconds, _ in self.forwards]
+        guess.forwards.extend([each for each in forwards if each[0] <= SIZES[-1]][-4:])  # what is far off tells little
         return guess
 
 
-def line_through(seen: Sequence[tuple[float, float]], at_none: float | None = None) -> tuple[float, float]:
-    """The seconds where there are no nodes, and of every further node, by least squares. Outliers are left out, and
-    `at_none`, what the first should be (the median if it is not known), counts a little, which decides where all
-    trees were of one size."""
-    seen = list(seen)  # another thread may add to it meanwhile
-    middle = statistics.median(seconds for _, seconds in seen)
-    points = [(nodes, seconds, 1.0) for nodes, seconds in seen if seconds <= 4 * middle]
-    points.append((0, middle if at_none is None else at_none, 0.5))
-    weight = sum(w for _, _, w in points)
-    x = sum(n * w for n, _, w in points) / weight
-    y = sum(s * w for _, s, w in points) / weight
-    spread = sum(w * (n - x) ** 2 for n, _, w in points)
-    slope = sum(w * (n - x) * (s - y) for n, s, w in points) / spread if spread else 0.0
-    slope = max(slope, 0.0)
-    return y - slope * x, slope
-
-
-def seconds_by_size(
-    seen: Sequence[tuple[float, float]], sizes: Sequence[int], at_none: float | None = None
-) -> list[float]:
-    """What each of `sizes` takes: what it took itself, as far as it was seen, and what the line says. Kernels have
-    steps, and a line cuts their corners: on many CPUs two rows take longer than four."""
-    start, slope = line_through(seen, at_none)
-    own: dict[int, list[float]] = {}
-    for nodes, seconds in list(seen):
-        own.setdefault(nodes, []).append(seconds)
+def cost_by_size(
+    seen: Sequence[tuple[float, float]], sizes: Sequence[int], level: float, growth: float
+) -> tuple[list[float], float]:
+    """What each of `sizes` costs, and how much single times are off: medians by size, drawn to a line (in logarithms
+    of tokens and of time), and the line to a guess, the more the noisier the times are. Kernels have steps, and a line
+    cuts their corners: on many CPUs two rows take longer than four. `level`: of 8 tokens; `growth`: as they double."""
+    own: dict[float, list[float]] = {}
+    for nodes, cost in seen:
+        own.setdefault(nodes, []).append(math.log(max(cost, 1e-9)))
+    middle = {nodes: statistics.median(logs) for nodes, logs in own.items()}
+    off = [abs(log - middle[nodes]) for nodes, logs in own.items() if len(logs) > 2 for log in logs]
+    noise = statistics.median([*off, *[NOISE] * 3])
+    points = [(math.log2(nodes + 1), middle[nodes], float(len(logs))) for nodes, logs in own.items()]
+    points.append((3.0, math.log(level), (noise / LEVEL_OFF) ** 2))
+    weight = sum(w for _, _, w in points) or 1.0
+    x = sum(p * w for p, _, w in points) / weight
+    y = sum(c * w for _, c, w in points) / weight
+    spread = sum(w * (p - x) ** 2 for p, _, w in points)
+    stiff = (noise / GROWTH_OFF) ** 2 or 1e-9
+    slope = max((sum(w * (p - x) * (c - y) for p, c, w in points) + stiff * growth) / (spread + stiff), 0.0)
     found = []
     for size in sizes:
-        times, by_line = own.get(size, []), start + slope * size
-        known = statistics.median(times) * len(times) if times else 0.0
-        found.append((known + TRUST_IN_LINE * by_line) / (len(times) + TRUST_IN_LINE))
-    return found
+        count, line, trust = len(own.get(size, ())), y + slope * (math.log2(size + 1) - x), (noise / CORNER) ** 2
+        found.append(math.exp((middle[size] * count + line * trust) / (count + trust) if count else line))
+    return found, noise
 
 
 class Acceptance:
@@ -163,7 +190,6 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.promised, self.kept = torch.zeros(self.BINS), torch.zeros(self.BINS)
-        self.trees = 0  # looked at
 
     def bins(self, log_probs: torch.Tensor) -> torch.Tensor:
         return (log_probs * -1.4427).clamp(0, self.BINS - 1).long()  # of base 2
@@ -172,6 +198,10 @@ class Acceptance:
         """[B, N] -> the probability that each node is accepted."""
         factor = (self.kept + 1) / (self.promised + 1)  # [bins]
         return (log_probs.exp() * factor[self.bins(log_probs)]).clamp(max=1.0)
+
+    def forget(self) -> None:
+        """Half of it: what is not verified teaches nothing, so drafts get another chance as time goes by."""
+        self.promised, self.kept = self.promised / 2, self.kept / 2
 
     def learn(self, log_probs: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
         """log_probs [B, N] of the rows that walked `paths`."""
@@ -199,9 +229,12 @@ _experience: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[CloverHeads, E
 
 
 class AutomaticBudget:
-    def __init__(self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable) -> None:
-        """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on."""
-        self.experience, self.mode = experience, mode
+    def __init__(
+        self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable, guess: tuple = ON_CPU
+    ) -> None:
+        """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on;
+        `guess`: of what trees cost, until they are seen."""
+        self.experience, self.mode, self.guess = experience, mode, guess
         self.sizes = [size for size in SIZES if size <= ceiling]
         self.acceptance = experience.acceptance.setdefault(picking, Acceptance())
         self.costs: Costs | None = None
@@ -251,13 +284,13 @@ class AutomaticBudget:
         self.since_plain += 1
         with self.experience.lock:
             if nodes == 0:
-                self.costs.plain.add(forward_seconds)
                 self.since_plain = 0
             else:
-                self.costs.forwards.append((nodes, forward_seconds))
                 self.acceptance.learn(self.log_probs, paths)
-            if self.drafted:
-                self.costs.drafts.append((self.drafted, draft_seconds))
+            if nodes or self.drafted:
+                self.costs.learn_tree(self.drafted, draft_seconds, nodes, forward_seconds)
+            if nodes == 0:
+                self.costs.learn_plain(forward_seconds)
 
     def _look_up(self, rows: int, context: int) -> Costs:
         key = (self.mode, rows, context.bit_length())
@@ -283,34 +316,33 @@ class AutomaticBudget:
         return copy.deepcopy(costs) if nearest[1] == key[1] else costs.of_other_rows(nearest[1], key[1])
 
     def _must_compare(self, costs: Costs) -> bool:
-        return self.since_plain >= PLAIN_EVERY and costs.advantage < SURE
+        known = len(costs.plain.values)
+        sure = SURE * math.exp(4 * costs.noise / known**0.5)
+        return self.since_plain >= min(2 << known, PLAIN_EVERY) and costs.advantage < sure
 
     def _snapped(self, nodes: int) -> int:
         return max((size for size in self.sizes if size <= nodes), default=0)
 
     def _best(self, log_probs: torch.Tensor, last: Sequence[int]) -> int:
         """How many nodes of a tree are worth their time. `last`: the places of the rows that are furthest behind."""
-        costs, rows = self.costs, len(log_probs)
+        costs = self.costs
         drafted = int((log_probs > -torch.inf).sum(1).max())  # the rest are places that could not be filled
         sizes = [size for size in self.sizes if size <= drafted]
         self.drafts += 1
-        self.acceptance.trees += 1
-        if len(costs.forwards) < 2:  # two sizes make a line
-            return min(self._snapped(max(START // rows >> len(costs.forwards), 1)), sizes[-1])
         gains = self._gains(log_probs, last).tolist()  # [N] tokens of a row beyond its own
-        forwards = seconds_by_size(costs.forwards, sizes, costs.plain.value)  # the first is of no nodes: sizes[0] = 0
-        plain = forwards[0] = min(costs.plain.value, forwards[0])
-        drafts = seconds_by_size(costs.drafts, sizes)
-        seconds = [draft + forward for draft, forward in zip(drafts, forwards, strict=True)]
+        forwards, costs.noise = cost_by_size(costs.in_plain_steps(costs.forwards), sizes, *self.guess)
+        drafts, _ = cost_by_size(costs.in_plain_steps(costs.drafts), sizes, DRAFT, self.guess[1])
+        # No forward takes less than one over a single token: where it seems so, the machine was slower for that one.
+        slower = min([1.0, *forwards[1:]])
+        steps = [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
+        steps[0] = drafts[0] / slower + 1
         tokens = [1 + (gains[size - 1] if size else 0.0) for size in sizes]
-        rates = [t / s for t, s in zip(tokens, seconds, strict=True)]
+        rates = [t / s for t, s in zip(tokens, steps, strict=True)]
         place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * max(rates))
-        self._rest_or_go_on(costs, rates[place] * plain)
+        self._rest_or_go_on(costs, rates[place], steps[place] - tokens[place])
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
             place = min(place + 1, len(sizes) - 1) if up else place - 1
-        if self.acceptance.trees <= LEARNING:  # what is not verified teaches nothing
-            return max(sizes[place], min(self._snapped(max(START // rows // 4, 1)), sizes[-1]))
         return sizes[place]
 
     def _gains(self, log_probs: torch.Tensor, last: Sequence[int]) -> torch.Tensor:
@@ -319,17 +351,16 @@ class AutomaticBudget:
         expected = self.acceptance.expected(log_probs)  # [rows, N]
         return ((expected.mean(0) + expected[last].mean(0)) / 2).cumsum(0)
 
-    def _rest_or_go_on(self, costs: Costs, advantage: float) -> None:
-        if self.acceptance.trees <= LEARNING:
-            weight = 0.2
-        else:  # one hard place is no reason to rest; after a rest, though, a single draft has to tell
-            weight = 0.05 if costs.rest == SHORTEST_REST else 0.3
+    def _rest_or_go_on(self, costs: Costs, advantage: float, lost: float) -> None:
+        """`lost`: plain steps that this draft takes longer than as many tokens by plain steps."""
+        weight = 0.2 if costs.rest == SHORTEST_REST else 0.3  # one hard place is no reason to rest
         costs.advantage = (1 - weight) * costs.advantage + weight * advantage
         if costs.advantage >= 1:
             costs.rest = SHORTEST_REST
-        elif self.acceptance.trees > LEARNING and advantage < 1:  # a draft that pays is followed by another
-            costs.resting = costs.rest
-            costs.rest = min(2 * costs.rest, LONGEST_REST)
+        elif advantage < 1:  # a draft that pays is followed by another
+            costs.resting = min(max(costs.rest, int(lost / SHARE)), LONGEST_REST)
+            costs.rest = min(2 * costs.resting, LONGEST_REST)
+            self.acceptance.forget()
 
 
 Budget = FixedBudget | AutomaticBudget
@@ -350,4 +381,6 @@ def make_budget(
         return FixedBudget(asked)
     ceiling = min(limit for limit in (asked, room, SIZES[-1]) if limit is not None)
     experience = _experience.setdefault(target, WeakKeyDictionary()).setdefault(heads, Experience())
-    return AutomaticBudget(experience, max(ceiling, 0), (device_of(target), target.dtype, mode), picking)
+    device = device_of(target)
+    guess = ON_CPU if device.type == "cpu" else ON_DEVICE
+    return AutomaticBudget(experience, max(ceiling, 0), (device, target.dtype, mode), picking, guess)
