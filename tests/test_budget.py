@@ -436,14 +436,12 @@ class BusyMachine(Machine):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("top", "worth"), [(0.03, 0.5), (0.75, 1.0), (0.9, 1.0)], ids=["untrained", "three of four right", "nine of ten"]
-)
+@pytest.mark.parametrize(("top", "worth"), [(0.03, 0.5), (0.75, 1.0)], ids=["untrained", "three of four right"])
 def test_times_that_wander_cost_little_from_the_first_answer_on(shape, top, worth):
     """At most a twentieth of plain steps where drafting does not pay, a tenth of the best fixed tree where it does:
     in the first 64 tokens of a process, and in the next."""
     first, later = [], []
-    for seed in range(8):
+    for seed in range(24):
         machine = BusyMachine(shape, top, worth, seed)
         first.append(machine.until(64))
         machine.budget = AutomaticBudget(machine.budget.experience, 63, None, None)

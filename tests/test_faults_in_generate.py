@@ -24,7 +24,7 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.attention import attention_for_trees
-from hf_clover.decoding.budget import line_through, make_budget
+from hf_clover.decoding.budget import ON_CPU, cost_by_size, make_budget
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import root_only
 
@@ -98,18 +98,20 @@ def test_threads_may_learn_from_each_other(model, heads):
             if stop.is_set():
                 return
             budgets[1].ask(1, context)
-            budgets[1].costs.forwards.append((context % 9, 0.1))
+            budgets[1].costs.learn_tree(0, 0.0, 1 + context % 9, 0.1)
             budgets[1].learn(tree, [[0]], 0.0, 0.1)
 
     budgets[1].ask(1, 1)
-    budgets[1].costs.forwards.append((1, 0.1))
+    budgets[1].costs.learn_plain(0.1)
+    budgets[1].costs.learn_tree(0, 0.0, 1, 0.1)
     sys.setswitchinterval(1e-6)
     thread = threading.Thread(target=add)
     thread.start()
     try:
         for step in range(300):
             budgets[0].ask(1 + step % 5, 3 << step % 7)
-            line_through(budgets[1].costs.forwards, 0.1)
+            costs = budgets[1].costs
+            cost_by_size(costs.in_plain_steps(costs.forwards), [1], *ON_CPU)
     finally:
         stop.set()
         thread.join()
