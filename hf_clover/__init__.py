@@ -25,8 +25,10 @@ _HOME = {
     "Speculation": "decoding.record",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
+    "pack_for_cpu": "packing",
     "speculations": "decoding.record",
     "uninstall_hook": "decoding.hook",
+    "unpack": "packing",
 }
 
 __all__ = [
@@ -40,8 +42,10 @@ __all__ = [
     "TreeCache",
     "__version__",
     "install_hook",
+    "pack_for_cpu",
     "speculations",
     "uninstall_hook",
+    "unpack",
 ]
 
 if TYPE_CHECKING:
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from .decoding.hook import install_hook, uninstall_hook
     from .decoding.record import Speculation, speculations
     from .modeling_clover import CloverHeads
+    from .packing import pack_for_cpu, unpack
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig
     from .training.trainer import CloverTrainer

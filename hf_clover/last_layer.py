@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .configuration_clover import CloverConfig
 from .modeling_clover import AugmentingLayer, CloverHeads
+from .packing import is_packed, plain_weight
 from .target_parts import find_decoder, is_plain
 
 # The public reference's layers always use this rotary base, whatever the target's rope settings are.
@@ -105,8 +106,8 @@ class LastLayer:
 
     def _linear(self, module: Any) -> Linear | None:
         """What a linear layer holds; a quantised or LoRA-wrapped one is read by what it does."""
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        if type(module) is nn.Linear and is_plain(weight):
+        weight, bias = plain_weight(module), getattr(module, "bias", None)
+        if (type(module) is nn.Linear or is_packed(module)) and is_plain(weight):
             return weight.detach(), None if bias is None else bias.detach()
         inputs, device = getattr(module, "in_features", None), getattr(weight, "device", None)
         if not isinstance(inputs, int) or device is None:

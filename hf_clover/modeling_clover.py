@@ -46,6 +46,7 @@ from .blocks import (
 )
 from .checkpoint_checks import check_checkpoint
 from .configuration_clover import CloverConfig
+from .packing import is_packed, linear
 from .target_parts import BorrowedParts, borrow, gather_rows, is_plain, unwrap
 
 INIT_NOISE = 0.01  # of the matrices that the papers start near the identity or near zero
@@ -252,7 +253,7 @@ class CloverHeads(PreTrainedModel):
             logits = borrowed.lm_head(x.to(weight.dtype if is_plain(weight) else x.dtype))
         elif borrowed.draft_rows is not None:
             rows, bias = borrowed.draft_rows
-            logits = F.linear(x.to(rows.dtype), rows, bias)
+            logits = linear(x.to(rows.dtype), rows, bias)
         else:
             logits = borrowed.lm_head(x)[..., self.draft_ids]
         return borrowed.scale(logits)
@@ -272,10 +273,14 @@ class CloverHeads(PreTrainedModel):
         """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
         target = unwrap(target)
         lm_head = target.get_output_embeddings()
-        if self._borrowed is None or self._borrowed.source is not lm_head:
-            object.__setattr__(self, "_borrowed", borrow(self.config, target))
+        kept = self._borrowed
+        if kept is None or kept.source is not lm_head or kept.is_packed != is_packed(lm_head):
+            object.__setattr__(self, "_borrowed", kept := borrow(self.config, target))
         if self.config.draft_vocab_size is not None:
-            self._borrowed.draft_rows = gather_rows(self._borrowed.lm_head, self.draft_ids)
+            ids = self.draft_ids
+            if kept.packed_ids is None or not torch.equal(kept.packed_ids, ids):  # plain rows may have learned since
+                kept.draft_rows = gather_rows(kept.lm_head, ids)
+                kept.packed_ids = ids.clone() if kept.is_packed else None
         return self
 
     def __getstate__(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_clover import SPECIAL_TOKENS, CloverConfig
+from .packing import is_packed, packed, plain_weight
 
 logger = logging.get_logger(__name__)
 
@@ -36,6 +37,8 @@ class BorrowedParts:
     logit_scale: float
     logit_softcap: float | None
     draft_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lm_head's rows of the draft vocabulary
+    packed_ids: torch.Tensor | None = None  # which these are, where they are packed
+    is_packed: bool = False  # whether lm_head was
     source: nn.Module | None = None  # the target's own lm_head, of which `lm_head` is a copy where that is in parts
 
     def scale(self, logits: torch.Tensor) -> torch.Tensor:
@@ -119,7 +122,8 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
         )
     _, _, norm = find_decoder(target)
     norm = nn.Identity() if norm is None else whole(norm)
-    return BorrowedParts(lm_head, table, norm, *_logit_scaling(text_config), source=source)
+    scaling = _logit_scaling(text_config)
+    return BorrowedParts(lm_head, table, norm, *scaling, source=source, is_packed=is_packed(lm_head))
 
 
 def token_table(config: CloverConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
@@ -205,7 +209,7 @@ def is_plain(weight: Any) -> bool:
 
 def readable_rows(module: nn.Module | None, config: PreTrainedConfig) -> torch.Tensor | None:
     """[>= V, d], V and d being those of `config`, the target's or the heads'."""
-    weight = getattr(module, "weight", None)
+    weight = plain_weight(module)
     if not is_plain(weight) or weight.ndim != 2:
         return None
     return weight if weight.shape[0] >= config.vocab_size and weight.shape[1] == config.hidden_size else None
@@ -272,8 +276,10 @@ def _logit_scaling(text_config: Any) -> tuple[float, float | None]:
 
 
 def gather_rows(lm_head: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    weight, bias = getattr(lm_head, "weight", None), getattr(lm_head, "bias", None)
-    if type(lm_head) is not nn.Linear or not is_plain(weight):
+    """lm_head's rows `ids`, packed where it is."""
+    weight, bias = plain_weight(lm_head), getattr(lm_head, "bias", None)
+    if not (type(lm_head) is nn.Linear or is_packed(lm_head)) or not is_plain(weight):
         return None
     ids = ids.to(weight.device)
-    return weight.detach()[ids], None if bias is None else bias.detach()[ids]
+    rows = weight.detach()[ids]
+    return packed(rows) if is_packed(lm_head) else rows, None if bias is None else bias.detach()[ids]

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..modeling_clover import AttentionDecoder, CloverHeads
+from ..packing import is_packed, linear, packed, plain_weight
 
 Step = Callable[..., tuple[torch.Tensor, torch.Tensor]]  # with the arguments of `CloverHeads.step`
 
@@ -35,14 +36,18 @@ def stepper(heads: CloverHeads) -> Step:
     is_gated = config.decoder == "gated"
     halved = [decoder.gate_up, *projectors] if is_gated else projectors
     looked_through = [decoder, *halved] if is_gated else [decoder, decoder.k, decoder.v, *halved]
-    if any(type(linear) is not nn.Linear for linear in halved) or any(map(_is_watched, looked_through)):
+    are_known = all(type(layer) is nn.Linear or is_packed(layer) for layer in halved)
+    if not are_known or any(map(_is_watched, looked_through)):
         return heads.step
     width = 2 * (config.decoder_width if is_gated else config.hidden_size)
     size = config.vocab_size * (width + has_fc * config.hidden_size)
     if size > sum(parameter.numel() for parameter in heads.parameters()):
         return heads.step
     used = [heads.borrowed.embedding, *decoder.parameters(), *(p for fc in projectors for p in fc.parameters())]
-    version = (*((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in used), *_norms(used))
+    layers = [module for each in (decoder, *projectors) for module in each.modules()]
+    orders = [module.order if is_packed(module) else None for module in layers]  # packed weights do not learn
+    used = [tensor for tensor in used if not tensor.is_mkldnn]
+    version = (*((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in used), *_norms(used), *orders)
     kept = _tables.get(heads)
     if kept is None or kept[0] != version:
         kept = version, TokenTables.of(heads)
@@ -104,12 +109,12 @@ class TokenTables:
         if self.state_half is not None:
             looked_up, token_half = looked_up.split((looked_up.shape[-1] - state.shape[-1], state.shape[-1]), dim=-1)
         if self.decoder_half is not None:
-            product = F.linear(heads.decoder.norm(state), self.decoder_half) + looked_up  # [..., 2 w]
+            product = linear(heads.decoder.norm(state), self.decoder_half) + looked_up  # [..., 2 w]
             decoded = heads.decoder.add(state, product if recalled is None else product + recalled)  # [..., d]
         else:
             decoded = _attended(heads.decoder, state, *looked_up.chunk(2, dim=-1))  # [..., d]
         if self.state_half is not None:
-            out = heads.head_norm(F.linear(decoded, self.state_half) + token_half)
+            out = heads.head_norm(linear(decoded, self.state_half) + token_half)
         elif heads.config.output_projector == "none":
             out = heads.head_norm(decoded)
         else:
@@ -126,6 +131,8 @@ def _attended(decoder: AttentionDecoder, state: torch.Tensor, key: torch.Tensor,
     return state + decoder.activation(gate * value.unflatten(-1, per_head)).flatten(-2)
 
 
-def _halves(linear: nn.Linear, embedding: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(layer: nn.Linear, embedding: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A linear layer of [state; token], as what it does to the state, and a table of what it adds for each token."""
-    return linear.weight[:, :size].detach().clone(), F.linear(embedding, linear.weight[:, size:], linear.bias)
+    weight = plain_weight(layer)
+    of_state = weight[:, :size].detach().clone()
+    return packed(of_state) if is_packed(layer) else of_state, F.linear(embedding, weight[:, size:], layer.bias)

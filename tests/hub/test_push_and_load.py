@@ -69,8 +69,8 @@ def test_what_is_pushed(hub, pushed, folders):
     files = hub.repositories[HEADS].files()
     assert set(files) == {
         *(".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors"),
-        *("blocks.py", "checkpoint_checks.py", "configuration_clover.py", "modeling_clover.py", "target_parts.py"),
-        "variants.py",
+        *("blocks.py", "checkpoint_checks.py", "configuration_clover.py", "modeling_clover.py", "packing.py"),
+        *("target_parts.py", "variants.py"),
         *("custom_generate/generate.py", "custom_generate/requirements.txt", "clover_results.json", "speed.png"),
     }
     assert files["model.safetensors"] == (folders.heads / "model.safetensors").read_bytes()

@@ -1,0 +1,142 @@
+"""Linear layers of a model, rearranged once for products of a few rows on a CPU.
+
+Contract: `pack_for_cpu(model)` gives every linear layer that gains by it a weight in oneDNN's own order, in place, and
+`unpack(model)` brings back the same numbers bit for bit. A tree is a product of a few rows, and MKL, which torch takes
+for float32, needs about twice as long for two rows as for one, while oneDNN over packed weights hardly grows with the
+rows. `torch.compile` with freezing, the public way, still takes MKL for so few; `torch.utils.mkldnn` converts at every
+call. So these are private operators of torch, and this is the only place that names them.
+
+A packed weight is still the layer's `weight`, of its shape and dtype, but a tensor that cannot be read in part:
+`plain_weight` reads it. State dicts, copies and pickles are plain. Nothing is held twice, but a weight that is an
+embedding too: rows are looked up in the plain one. A sibling of `modeling_clover.py` that travels to the Hub with it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+LEAST_WEIGHTS = 2**18  # a smaller product takes no longer than the call of the operator
+ROWS = 8  # that the order is chosen for; it was the fastest for 1 to 24
+_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear`, of a packed weight too."""
+    if not weight.is_mkldnn:
+        return F.linear(x, weight, bias)
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError(
+            "a packed linear layer was given what requires a gradient, and it has none: run it under "
+            "`torch.no_grad()`, or take the packing back with `hf_clover.unpack(model)`."
+        )
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """`weight` as `linear` is fastest with it: packed, or itself."""
+    if weight.numel() < LEAST_WEIGHTS:
+        return weight
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose `weight` is packed."""
+
+    tied: nn.Parameter | None  # the plain weight, where an embedding holds that too
+    required_grad: bool
+    order: object  # one for each time that it is packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def plain(self) -> nn.Parameter:
+        return self.tied if self.tied is not None else nn.Parameter(self.weight.to_dense(), self.required_grad)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.plain() if keep_vars else self.plain().detach()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("packed layers take no other weights: call `hf_clover.unpack(model)` before loading any.")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        """A copy, or what a pickle holds, is a plain linear layer."""
+        state = {name: value for name, value in vars(self).items() if name not in PackedLinear.__annotations__}
+        state["_parameters"] = self._parameters | {"weight": self.plain()}
+        return object.__new__, (nn.Linear,), state
+
+
+def is_packed(module: nn.Module | None) -> bool:
+    return isinstance(module, PackedLinear)
+
+
+def plain_weight(module: nn.Module | None) -> Any:
+    """`module.weight` as it can be read, in a copy where it is packed; None where there is none."""
+    return module.plain() if is_packed(module) else getattr(module, "weight", None)
+
+
+def pack_for_cpu(model: nn.Module) -> int:
+    """Pack the linear layers of a target or of heads for inference on a CPU, in place; returns how many gain by it.
+
+    Tokens are those of the packed model, whose logits differ from the plain one's in the last bits. A model may be
+    packed in float32 and, where the processor has it, in bfloat16. Layers of other kinds (quantised ones) stay as
+    they are. Draft with packed weights only where the target is packed too. `hf_clover.unpack(model)` undoes it.
+    """
+    if model.training:
+        raise ValueError(
+            "`model` is in training mode, and packed weights cannot learn: call `model.eval()` before `pack_for_cpu`."
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError("`model` is quantised, and packing needs plain weights: load it without quantisation.")
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for weight in module._parameters.values():
+            owners.setdefault(id(weight), []).append(module)
+    layers = [module for module in model.modules() if type(module) is nn.Linear and "weight" in module._parameters]
+    layers = [layer for layer in layers if layer.weight.numel() >= LEAST_WEIGHTS]
+    for layer in layers:
+        _check(layer.weight)
+    done: dict[int, nn.Parameter] = {}  # layers may share one
+    for layer in layers:
+        weight = layer.weight
+        is_tied = any(type(owner) is not nn.Linear for owner in owners[id(weight)])
+        if id(weight) not in done:
+            done[id(weight)] = nn.Parameter(packed(weight), requires_grad=False)
+        vars(layer).update(tied=weight if is_tied else None, required_grad=weight.requires_grad, order=object())
+        layer._parameters["weight"] = done[id(weight)]
+        layer.__class__ = PackedLinear
+    return len(layers)
+
+
+def unpack(model: nn.Module) -> None:
+    """Give back what `pack_for_cpu` rearranged; a model that is not packed stays as it is."""
+    done: dict[int, nn.Parameter] = {}
+    for layer in filter(is_packed, model.modules()):
+        key = id(layer.weight)
+        done[key] = layer._parameters["weight"] = done[key] if key in done else layer.plain()
+        for name in PackedLinear.__annotations__:
+            del vars(layer)[name]
+        layer.__class__ = nn.Linear
+
+
+def _check(weight: torch.Tensor) -> None:
+    if weight.device.type != "cpu":
+        raise ValueError(
+            f"`model` has weights on {weight.device}, and packing is for a CPU: leave it out, or move the model with "
+            '`model.to("cpu")`.'
+        )
+    absent = [f"torch.ops.mkldnn.{name}" for name in _OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+    if absent or not torch.backends.mkldnn.is_available():
+        what = " and ".join(absent) or "oneDNN (`torch.backends.mkldnn.is_available()` is False)"
+        raise RuntimeError(f"`pack_for_cpu`: this build of torch lacks {what}. Leave packing out.")
+    known = {torch.float32: True, torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()}
+    if not known.get(weight.dtype):
+        raise ValueError(
+            f"`model` is in {weight.dtype}, which cannot be packed on this processor: load it in float32"
+            f"{' or bfloat16' if known[torch.bfloat16] else ''}."
+        )
+
+
+__all__ = ["PackedLinear", "is_packed", "linear", "pack_for_cpu", "packed", "plain_weight", "unpack"]

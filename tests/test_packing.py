@@ -1,0 +1,185 @@
+"""Packed linear layers: the same numbers back, the same tokens with drafts, and no way into training."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from oracle import planted
+from torch import nn
+from transformers import AutoModelForCausalLM
+from zoo import build, ragged_batch
+
+from hf_clover import CloverHeads, pack_for_cpu, packing, unpack
+from hf_clover.decoding.record import speculations
+from hf_clover.decoding.token_tables import stepper
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+VOCABULARY = 61
+
+
+@pytest.fixture(autouse=True)
+def _everything_is_worth_packing(monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 0)
+
+
+@pytest.fixture(params=["llama", "llama_tied", "llama_bias"])
+def target(request):
+    return build(request.param, vocab_size=VOCABULARY).eval()
+
+
+def packed_layers(model):
+    return [module for module in model.modules() if packing.is_packed(module)]
+
+
+def test_unpacking_gives_the_same_weights_back(target):
+    before = {name: (type(weight), weight.detach().clone()) for name, weight in target.named_parameters()}
+    linears = [module for module in target.modules() if type(module) is nn.Linear]
+    plain = [weakref.ref(layer.weight) for layer in linears]
+    embedding = target.get_input_embeddings().weight
+    ids = ragged_batch(VOCABULARY)["input_ids"]
+    with torch.no_grad():
+        expected = target(ids).logits
+        assert pack_for_cpu(target) == len(linears) == len(packed_layers(target))
+        gc.collect()
+        assert all(weight() is None or weight() is embedding for weight in plain)  # nothing is held twice
+        actual = target(ids).logits
+        assert all(layer.weight.is_mkldnn for layer in linears)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+        assert pack_for_cpu(target) == 0  # already
+    unpack(target)
+    assert not packed_layers(target)
+    after = dict(target.named_parameters())
+    assert list(after) == list(before)
+    assert all(type(after[name]) is kind and torch.equal(after[name], was) for name, (kind, was) in before.items())
+    assert all(weight.requires_grad for weight in after.values())
+    assert (target.lm_head.weight is embedding) == target.config.tie_word_embeddings
+    assert torch.equal(target(ids).logits, expected)
+
+
+def test_layers_that_share_a_weight_share_it_again():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    model[1].weight = model[0].weight
+    pack_for_cpu(model)
+    assert model[1].weight is model[0].weight
+    unpack(model)
+    assert model[1].weight is model[0].weight
+
+
+def test_small_layers_are_left_alone(target, monkeypatch):
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", target.lm_head.weight.numel() + 1)
+    pack_for_cpu(target)
+    assert target.lm_head not in packed_layers(target)
+    assert all(layer.weight.numel() > target.lm_head.weight.numel() for layer in packed_layers(target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dicts_copies_and_pickles_are_plain(target, dtype, tmp_path):
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this processor has no bfloat16")
+    target.to(dtype)
+    before = {name: weight.clone() for name, weight in target.state_dict().items()}
+    pack_for_cpu(target)
+    target.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for model in (target, loaded, copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        assert bool(packed_layers(model)) == (model is target)
+        states = model.state_dict()
+        assert list(states) == list(before)
+        assert all(torch.equal(states[name], weight) for name, weight in before.items())
+    with pytest.raises(RuntimeError, match=r"call `hf_clover\.unpack\(model\)` before loading any"):
+        target.load_state_dict(before)
+
+
+# ---------------------------------------------------------------------- drafting
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_heads_give_the_packed_targets_tokens(target, cache):
+    batch = ragged_batch(VOCABULARY)
+    options = {**batch, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    options |= {} if cache == "dynamic" else {"cache_implementation": cache}
+    heads = CloverHeads.from_target(target).eval()
+    assert pack_for_cpu(target)
+    assert pack_for_cpu(heads)
+    expected = target.generate(**options)
+    with planted(expected, batch["input_ids"].shape[1]), speculations() as records:
+        actual = target.generate(**options, assistant_model=heads, num_assistant_tokens=6)
+    assert torch.equal(actual, expected)
+    assert records[0].method == "tree"
+    assert records[0].accepted_tokens >= 8
+
+
+@pytest.mark.parametrize("variant", ["clover-x", "clover-2"])
+def test_packed_heads_draft_what_plain_ones_do(target, variant):
+    heads = CloverHeads.from_target(target, variant, draft_vocab_size=40).bind(target).eval()
+    state, tokens = torch.randn(1, 3, heads.config.hidden_size), torch.randint(VOCABULARY, (1, 3))
+
+    def drafted():
+        out, after = stepper(heads)(1, state, tokens)
+        return heads.score(out), after
+
+    with torch.no_grad():
+        expected = drafted()
+        pack_for_cpu(target)
+        pack_for_cpu(heads)
+        heads.bind(target)
+        rows = heads.borrowed.draft_rows[0]
+        assert rows.is_mkldnn
+        assert stepper(heads) != heads.step
+        for mine, its in zip(drafted(), expected, strict=True):
+            torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+        heads.bind(target)
+        assert heads.borrowed.draft_rows[0] is rows  # not packed at every call
+        heads.draft_ids.add_(1)
+        assert heads.bind(target).borrowed.draft_rows[0] is not rows
+        heads.draft_ids.sub_(1)
+        unpack(target)
+        unpack(heads)
+        heads.bind(target)
+        assert not heads.borrowed.draft_rows[0].is_mkldnn
+        for mine, its in zip(drafted(), expected, strict=True):
+            assert torch.equal(mine, its)
+
+
+def test_heads_for_a_packed_target_are_those_for_a_plain_one(target):
+    torch.manual_seed(1)
+    expected = CloverHeads.from_target(target)
+    pack_for_cpu(target)
+    torch.manual_seed(1)
+    actual = CloverHeads.from_target(target)
+    assert actual.config.target_fingerprint == expected.config.target_fingerprint
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(actual.state_dict()[name], weight)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_training_is_refused(target):
+    with pytest.raises(ValueError, match=r"`model` is in training mode.*call `model\.eval\(\)`"):
+        pack_for_cpu(target.train())
+    pack_for_cpu(target.eval())
+    with pytest.raises(RuntimeError, match=r"requires a gradient.*`torch\.no_grad\(\)`, or .*`hf_clover\.unpack"):
+        target(torch.tensor([[1, 2]]))
+
+
+def test_what_cannot_be_packed_is_refused_and_left_as_it_was(target, monkeypatch):
+    with pytest.raises(ValueError, match="weights on meta, and packing is for a CPU"):
+        pack_for_cpu(copy.deepcopy(target).to("meta"))
+    with pytest.raises(ValueError, match=r"`model` is in torch\.float64, which cannot be packed"):
+        pack_for_cpu(copy.deepcopy(target).double())
+    target.is_quantized = True
+    with pytest.raises(ValueError, match="`model` is quantised"):
+        pack_for_cpu(target)
+    del target.is_quantized
+    monkeypatch.setattr(packing, "_OPERATORS", ("_reorder_linear_weight", "_gone"))
+    with pytest.raises(RuntimeError, match=r"this build of torch lacks torch\.ops\.mkldnn\._gone"):
+        pack_for_cpu(target)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(packing, "_OPERATORS", ())
+    with pytest.raises(RuntimeError, match="lacks oneDNN"):
+        pack_for_cpu(target)
+    assert not packed_layers(target)
