@@ -6,10 +6,11 @@ token with plain generate's. A method that cannot run at a setting has the reaso
 is drawn from the figures, and how they get onto a screen, is not known here.
 
 Tokens per forward: tokens emitted for each target forward that a row took part in. Speedup: tokens per second over
-those of plain generate in the same repeat. Efficiency: the second over the first, 1 where drafting and checking cost
-nothing.
+those of plain generate in the same repeat; with packed weights, of heads over plain generate that has packed weights
+too. Efficiency: the second over the first, 1 where drafting and checking cost nothing.
 """
 
+import copy
 import datetime
 import gc
 import json
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from .decoding.record import Speculation, speculations
 from .hub import provenance
 from .modeling_clover import CloverHeads
+from .packing import pack_for_cpu
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
 
@@ -45,6 +47,7 @@ class Method:
     nodes: int | None = None  # drafted per step; None: automatic
     tree: str | None = None  # None: the heads' own
     is_exact: bool = True  # whether sampling promises the tokens of plain sampling from the same seed
+    target: PreTrainedModel | None = None  # in place of the one that is measured
 
     @property
     def heads(self) -> CloverHeads | None:
@@ -74,6 +77,23 @@ def with_heads(
     heads: CloverHeads, name: str | None = None, nodes: int | None = None, tree: str | None = None
 ) -> Method:
     return Method(name or heads.config.variant, {"assistant_model": heads}, nodes, tree)
+
+
+def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
+    """The same with packed weights, of copies: plain generate and heads."""
+    packed_target = copy.deepcopy(target)
+    pack_for_cpu(packed_target)
+    copies: dict[CloverHeads | None, CloverHeads] = {}
+    found = []
+    for method in methods:
+        options = method.options
+        if method.heads is not None:
+            if method.heads not in copies:
+                copies[method.heads] = copy.deepcopy(method.heads)
+                pack_for_cpu(copies[method.heads])
+            options = {**options, "assistant_model": copies[method.heads]}
+        found.append(replace(method, name=f"{method.name}, packed", options=options, target=packed_target))
+    return found
 
 
 def parse_method(text: str, target: PreTrainedModel) -> Method:
@@ -114,8 +134,9 @@ def _generate(
         forwards += 1
 
     torch.manual_seed(seed)
+    target = method.target or target
     # Plain generate and heads say themselves; a hook that counts would be compiled, anew for every count.
-    tells = method.name == "plain" or method.heads is not None
+    tells = not method.options or method.heads is not None
     hook = None if tells else target.register_forward_pre_hook(count)
     try:
         with method.applied() as own, speculations() as records:
@@ -129,7 +150,7 @@ def _generate(
             hook.remove()
     width = batch["input_ids"].shape[1]
     new_tokens = _count_new(sequences[:, width:], target.generation_config.eos_token_id)
-    if method.name == "plain":  # a row takes part in as many forwards as it emits tokens
+    if not method.options:  # a row takes part in as many forwards as it emits tokens
         forwards, row_forwards = sequences.shape[1] - width, new_tokens
     else:  # other methods have one row
         row_forwards = forwards
@@ -209,10 +230,13 @@ def measure(
             rows.append({**row, "skipped": skipped[place]})
             continue
         of_method = [runs[repeat][place] for repeat in range(repeats)]
-        of_plain = [runs[repeat][0] for repeat in range(repeats)]
+        # That of the same weights; of plain generate with packed ones, the other.
+        mine = [at for at, other in enumerate(methods) if not other.options and other.target is method.target]
+        baseline = mine[0] if mine and mine[0] not in skipped and method.options else 0
+        of_plain = [runs[repeat][baseline] for repeat in range(repeats)]
         row |= _speeds(of_method, of_plain) | {"peak_memory_mib": peaks[place].get("mib")}
         if temperature == 0 or method.is_exact:
-            differences = _differences(target, of_method[0], of_plain[0], batches)
+            differences = _differences(method.target or target, of_method[0], of_plain[0], batches)
             row |= {"identical": not differences, "differences": differences}
         else:
             row |= {"identical": None, "differences": []}
@@ -396,6 +420,7 @@ __all__ = [
     "benchmark",
     "circumstances",
     "measure",
+    "packed",
     "parse_method",
     "plain",
     "with_heads",

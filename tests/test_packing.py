@@ -2,17 +2,20 @@
 
 import copy
 import gc
+import json
 import pickle
 import weakref
 
 import pytest
 import torch
 from oracle import planted
+from tiny_text import save_folders
 from torch import nn
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
-from hf_clover import CloverHeads, pack_for_cpu, packing, unpack
+from hf_clover import CloverHeads, cli, pack_for_cpu, packing, unpack
 from hf_clover.decoding.record import speculations
 from hf_clover.decoding.token_tables import stepper
 
@@ -183,3 +186,39 @@ def test_what_cannot_be_packed_is_refused_and_left_as_it_was(target, monkeypatch
     with pytest.raises(RuntimeError, match="lacks oneDNN"):
         pack_for_cpu(target)
     assert not packed_layers(target)
+
+
+# ---------------------------------------------------------------------- the commands
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    folder = save_folders(tmp_path_factory.mktemp("packed"))
+    (folder / "prompts.txt").write_text("def f(x):\nabc(x)\n")
+    return ["--target", str(folder / "target"), "--heads", str(folder / "heads"), "--pack"], folder / "prompts.txt"
+
+
+def test_benchmark_measures_packed_and_not(words):
+    models, prompts = words
+    few = ["--prompts", str(prompts), "--num-prompts", "2", "--repeats", "1", "--max-new-tokens", "12", "--nodes", "4"]
+    said = CliRunner().invoke(cli.app, ["benchmark", *models, *few, "--against", "prompt-lookup", "--json"])
+    assert said.exit_code == 0, said.output
+    rows = {row["method"]: row for row in json.loads(said.stdout)["rows"]}
+    assert list(rows) == ["plain", "clover-x", "plain, packed", "clover-x, packed", "prompt-lookup"]
+    speed = {name: row["tokens_per_second"] for name, row in rows.items()}
+    assert all(row["identical"] for row in rows.values())
+    for name, baseline in (("clover-x", "plain"), ("plain, packed", "plain"), ("clover-x, packed", "plain, packed")):
+        assert rows[name]["speedup"] == pytest.approx(speed[name] / speed[baseline])
+    assert rows["plain, packed"]["tokens_per_forward"] == 1
+
+
+@pytest.mark.parametrize("command", ["generate", "verify"])
+def test_commands_pack_the_target_and_the_heads(words, command, monkeypatch):
+    models, prompts = words
+    counts = []
+    monkeypatch.setattr(packing, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
+    few = {"generate": ["abc"], "verify": ["--prompts", str(prompts), "--num-prompts", "2", "--batch-size", "1"]}
+    said = CliRunner().invoke(cli.app, [command, *models, *few[command], "--max-new-tokens", "8"])
+    assert said.exit_code == 0, said.output
+    assert len(counts) == 2
+    assert min(counts) > 0

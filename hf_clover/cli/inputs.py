@@ -14,6 +14,7 @@ def load(
     device: str | None = None,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    pack: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Target, tokenizer, and heads or None."""
     if target is None:
@@ -35,6 +36,11 @@ def load(
     code = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
     model = load_target(target, dtype=dtype, **code).to(device)
     assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(device)
+    if pack:
+        from ..packing import pack_for_cpu
+
+        for each in (model, *([] if assistant is None else [assistant])):
+            pack_for_cpu(each)
     return model, load_tokenizer(target, **code), assistant
 
 

@@ -18,6 +18,7 @@ from .options import (
     Heads,
     NodeCounts,
     NumPrompts,
+    Pack,
     Prompts,
     Target,
     TrustRemoteCode,
@@ -49,13 +50,15 @@ def benchmark(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    pack: Pack = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file, for `hf-clover plot`.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The JSON on stdout in place of the table.")] = False,
 ) -> None:
     """Measure heads, plain generate and other ways to be faster, side by side.
 
-    All methods take turns in one run, prompt by prompt. Options that are lists take several values after one flag,
-    and every combination is measured.
+    All methods take turns in one run, prompt by prompt. With --pack, plain generate and the heads are measured with
+    packed weights too, and those heads are compared with that plain generate. Options that are lists take several
+    values after one flag, and every combination is measured.
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
@@ -67,9 +70,11 @@ def benchmark(
     methods = [bench.plain()]
     if assistant is not None:
         methods += [bench.with_heads(assistant, nodes=count, tree=shape) for shape, count in product(trees, counts)]
+    if pack:
+        methods += bench.packed(model, methods)
     methods += [bench.parse_method(text, model) for text in against or []]
     if len(methods) == 1:
-        raise ValueError("there is nothing to compare with plain generate: pass `--heads`, `--against`, or both.")
+        raise ValueError("there is nothing to compare with plain generate: pass `--heads`, `--against` or `--pack`.")
     result = bench.benchmark(
         model,
         tokenizer,

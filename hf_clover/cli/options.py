@@ -47,6 +47,7 @@ Dtype = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="Default: cuda, where there is one.", show_default=False)]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]
+Pack = Annotated[bool, typer.Option("--pack", help="Rearrange the weights for products of a few rows on a CPU.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 for greedy.")]
 Seed = Annotated[int | None, typer.Option(help="For the same samples again.", show_default=False)]
 NumAssistantTokens = Annotated[

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from .inputs import load
-from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Target, TrustRemoteCode
+from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Pack, Target, TrustRemoteCode
 
 
 def serve(
@@ -20,6 +20,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    pack: Pack = False,
     continuous_batching: Annotated[bool, typer.Option("--continuous-batching", hidden=True)] = False,
 ) -> None:
     """Serve a target over HTTP as `transformers serve` does, with heads in every request.
@@ -38,7 +39,7 @@ def serve(
         raise ValueError("`--heads` is missing: without heads, `transformers serve` serves the target.")
     from ..serving import serve as run
 
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if num_assistant_tokens is not None:
         assistant.generation_config.num_assistant_tokens = num_assistant_tokens
     run(model, tokenizer, assistant, target or "stand-in", host, port)

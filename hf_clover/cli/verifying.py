@@ -17,6 +17,7 @@ from .options import (
     Heads,
     NodeCounts,
     NumPrompts,
+    Pack,
     Prompts,
     Target,
     TrustRemoteCode,
@@ -38,6 +39,7 @@ def verify(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    pack: Pack = False,
     as_json: Annotated[bool, typer.Option("--json", help="The JSON on stdout in place of the table.")] = False,
 ) -> None:
     """Check that heads change no token, and why where one is changed.
@@ -48,7 +50,7 @@ def verify(
     Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
     """
     counts = checked(nodes, tree, cache)
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
     from .. import verification

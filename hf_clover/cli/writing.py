@@ -15,6 +15,7 @@ from .options import (
     GgufFile,
     Heads,
     NumAssistantTokens,
+    Pack,
     Seed,
     Target,
     Temperature,
@@ -35,6 +36,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    pack: Pack = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when all is done.")] = False,
 ) -> None:
     """Continue a text, shown as it is written.
@@ -45,7 +47,7 @@ def generate(
     Example: hf-clover generate "def fibonacci(n):" --max-new-tokens 64
     """
     text = prompt_of(prompt, file)
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     from ..live import LiveStreamer, StepRecord, TokenText
 
     settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
@@ -73,6 +75,7 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
+    pack: Pack = False,
 ) -> None:
     """Talk with a target: answers are shown as they are written.
 
@@ -81,7 +84,7 @@ def chat(
 
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     from rich.console import Console
 
     from ..chat import Conversation
