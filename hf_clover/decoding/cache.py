@@ -156,11 +156,13 @@ class Moves:
         key = (buffer.shape, buffer.device)
         if key not in self._places:
             *outer, batch, heads, capacity, _ = buffer.shape
-            row, source, target = torch.tensor(self.moves, device=buffer.device).unbind(1)  # [moves] each
-            outer = torch.arange(math.prod(outer), device=buffer.device)[:, None]  # keys and values, where in one
-            head = torch.arange(heads, device=buffer.device)
-            start = (((outer * batch + row)[..., None]) * heads + head) * capacity  # [1 or 2, moves, kv_heads]
-            self._places[key] = (start + source[:, None]).flatten(), (start + target[:, None]).flatten()
+            row = heads * capacity
+            parts = range(math.prod(outer))  # keys and values, where in one
+            # As far on the host as it is short: this is one addition on the device.
+            begin = [[[part * batch * row + head * capacity for head in range(heads)]] for part in parts]
+            entries = [[[[move[0] * row + move[end]] for move in self.moves]] for end in (1, 2)]
+            begin, entries = (torch.tensor(places, device=buffer.device) for places in (begin, entries))
+            self._places[key] = (begin + entries).flatten(1).unbind(0)  # [2, 1 or 2, moves, kv_heads], in one piece
         return self._places[key]
 
 

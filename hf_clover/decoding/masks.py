@@ -62,9 +62,9 @@ def ancestors_of(parents: torch.Tensor, rounds: int) -> torch.Tensor:
     """[B, n, n]: whether column is row or above it, in a tree less than 2 ** `rounds` deep; parents [B, n]."""
     batch, size = parents.shape
     above = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    for _ in range(rounds):  # who is up to 1, 3, 7, ... steps above; `parents` is who is 1, 2, 4, ... steps above
+    for step in range(rounds):  # who is up to 1, 3, 7, ... steps above; `parents` is who is 1, 2, 4, ... steps above
+        parents = parents.gather(1, parents) if step else parents
         above = above | above.gather(1, parents[..., None].expand(-1, -1, size))
-        parents = parents.gather(1, parents)
     return above
 
 

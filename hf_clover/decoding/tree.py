@@ -13,8 +13,12 @@ from dataclasses import dataclass, fields
 import torch
 from transformers import MinPLogitsWarper, TopPLogitsWarper
 
+from .masks import ancestors_of
+
 # (level, which beam of the level before each new beam descends from [B, W], its token [B, W]) -> logits [B, W, V]
 Expand = Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor]
+
+LOOKS_ON = ("cpu",)  # devices where reading a number back is no wait
 
 
 @dataclass
@@ -45,13 +49,7 @@ class Tree:
 
     def ancestors(self) -> torch.Tensor:
         """[B, n, n]: whether column is row or above it."""
-        batch, size = self.tokens.shape
-        above = torch.eye(size, dtype=torch.bool, device=self.tokens.device).expand(batch, -1, -1).clone()
-        current = self.parents
-        for _ in range(self.max_depth):
-            above.scatter_(2, current[..., None], True)
-            current = self.parents.gather(1, current)
-        return above
+        return ancestors_of(self.parents, self.max_depth.bit_length())
 
 
 def chain_of(tokens: torch.Tensor) -> Tree:
@@ -97,7 +95,7 @@ def grow_global(
     need not be wider than that.
     """
     beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
-    looks = root.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    looks = root.device.type in LOOKS_ON and not torch.compiler.is_dynamo_compiling()
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # per level: joint, token, parent [B, C]
     joint, tokens, broken = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
     joint, tokens = joint.flatten(1), tokens.flatten(1)  # [B, k]
