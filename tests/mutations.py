@@ -66,10 +66,10 @@ MUTATIONS = (
         tests=("test_tree.py::test_global_is_the_best_of_all_paths",),
     ),
     Mutation(
-        name="ancestors stop one level early",
+        name="ancestors stop one round early",
         file="decoding/tree.py",
-        line="for _ in range(self.max_depth):",
-        broken="for _ in range(self.max_depth - 1):",
+        line="return ancestors_of(self.parents, self.max_depth.bit_length())",
+        broken="return ancestors_of(self.parents, self.max_depth.bit_length() - 1)",
         tests=("test_tree.py::test_ancestors",),
     ),
     Mutation(
