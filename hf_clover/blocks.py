@@ -98,11 +98,7 @@ class GatedDecoder(nn.Module):
     ) -> torch.Tensor:
         """`recalled` [..., 2 w] is added to what the first product gives."""
         gate_up = self.gate_up(torch.cat((self.norm(state), embedding), dim=-1))  # [..., 2 w]
-        return self.add(state, gate_up if recalled is None else gate_up + recalled)
-
-    def add(self, state: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-        """state [..., d] and what the first product gave [..., 2 w] -> the next state [..., d]."""
-        gate, up = gate_up.chunk(2, dim=-1)  # [..., w] each
+        gate, up = (gate_up if recalled is None else gate_up + recalled).chunk(2, dim=-1)  # [..., w] each
         return state + self.down(F.silu(gate) * up)
 
 

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import drafting, loop
+from hf_clover.decoding import loop
 from hf_clover.decoding.foresight import Foresight, foresee
 from hf_clover.decoding.walk import Text
 
@@ -74,7 +74,7 @@ def bigrams(seed=0):
     def step(level, states, tokens, *recalled):
         return target.model.norm(target.model.embed_tokens(tokens)), states
 
-    return target, heads, mock.patch.object(drafting, "stepper", return_value=step)
+    return target, heads, mock.patch.object(heads, "step", step)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 3.0])

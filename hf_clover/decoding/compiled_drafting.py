@@ -19,7 +19,6 @@ from .compiled import StaticTreeCache, compiled_function, lent_cache
 from .drafting import BLOCK, CloverCandidateGenerator, Settled, grow
 from .foresight import Foresight
 from .masks import additive, visible_columns
-from .token_tables import Step, stepper
 from .tree import Tree, root_only
 
 
@@ -62,7 +61,6 @@ class CompiledDrafter(CloverCandidateGenerator):
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
-        self._step = self._step or stepper(self.heads)
         if self.state is None:
             self._take_in_prompt()
         new = self._take_in_all_but_a_step()
@@ -75,7 +73,7 @@ class CompiledDrafter(CloverCandidateGenerator):
         values = [value.clone(memory_format=torch.contiguous_format) for value in values]
         with self._staged(new):
             state, *tree = run(
-                *(self.heads, self.cache, self._step, nodes, shape or self.config.draft_tree),
+                *(self.heads, self.cache, nodes, shape or self.config.draft_tree),
                 *values,
                 foresight,
             )
@@ -160,7 +158,6 @@ def take_in(
 def draft_step(
     heads: CloverHeads,
     cache: StaticTreeCache | None,
-    step: Step,
     nodes: int,
     shape: str,
     hidden: torch.Tensor,
@@ -179,5 +176,5 @@ def draft_step(
         ends = cache.slots.starts + counts[:, None]  # [B, 1]
         visible = text & (torch.arange(text.shape[1], device=text.device) < ends)  # [B, C]
         looked_at = tokens.keys[:, 0, :, 0], layer.values, visible[:, None, None]
-    tree = grow(heads, step, state, looked_at, roots, nodes, shape, foresight)
+    tree = grow(heads, state, looked_at, roots, nodes, shape, foresight)
     return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid

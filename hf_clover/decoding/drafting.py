@@ -23,7 +23,6 @@ from ..blocks import followed, keep, last_place, stretches
 from ..modeling_clover import CloverHeads
 from .cache import TreeCache
 from .foresight import Foresight
-from .token_tables import Step, stepper
 from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only
 
 logger = logging.get_logger(__name__)
@@ -83,7 +82,6 @@ class Settled:
 
 def grow(
     heads: CloverHeads,
-    step: Step,
     state: torch.Tensor,
     looked_at: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None",
     roots: torch.Tensor,
@@ -113,7 +111,7 @@ def grow(
         if kept is not None:
             runs = followed(kept, runs, tokens)
             told = (heads.recall(values, last_place(runs)),)  # [B, W, 2 w]
-        out, states = step(level, states, tokens, *told)
+        out, states = heads.step(level, states, tokens, *told)
         return heads.score(out)  # [B, W, V]
 
     return grow_in_shape(heads, expand, roots, nodes, shape, foresight)
@@ -150,7 +148,6 @@ class CloverCandidateGenerator(CandidateGenerator):
         self.forwards = 0  # of the target, in transformers' own assisted loop
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
         self._waiting: list[Settled] = []
-        self._step: Step | None = None
 
     @classmethod
     def for_conversation(
@@ -166,7 +163,6 @@ class CloverCandidateGenerator(CandidateGenerator):
         kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
         if kept is None or kept.heads is not heads or known != columns:
             return cls(heads, prompt_mask, block)
-        kept._step = None  # the heads may have learned since
         return kept
 
     def remember(self, cache: Cache, columns: int) -> None:
@@ -258,9 +254,8 @@ class CloverCandidateGenerator(CandidateGenerator):
         if nodes == 0 or self.is_broken:
             return root_only(self.roots)
         self._catch_up()
-        self._step = self._step or stepper(self.heads)
         shape = shape or self.config.draft_tree
-        return grow(self.heads, self._step, self.state, self._looked_at(), self.roots, nodes, shape, foresight)
+        return grow(self.heads, self.state, self._looked_at(), self.roots, nodes, shape, foresight)
 
     def _looked_at(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Of the text so far the tokens [B, C], the last layer's values [B, kv_heads, C, head_dim], and which of them
