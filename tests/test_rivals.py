@@ -9,15 +9,16 @@ import torch
 import zoo
 from training.tiny import make_target, make_tokenizer, own_text
 
-from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover import CloverHeads, CloverTrainingConfig
 from hf_clover.decoding import loop
 from hf_clover.decoding.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "experiments"))
-from rivals import RIVALS, Eagle1, Eagle3, Hydra, RivalHeads, admitted
+from rivals import RIVALS, DFlash, DSpark, Eagle1, Eagle3, Hydra, RivalHeads, admitted
 from rivals.eagle3 import FeatureRun, FeatureTeacher
 
 EAGLES = (Eagle1, Eagle3)
+BLOCKS = (DFlash, DSpark)
 LENGTHS = (9, 6)  # of the text of each row below
 PADDING = (0, 3)
 
@@ -52,7 +53,7 @@ def trained(request, tmp_path_factory) -> tuple[RivalHeads, torch.nn.Module]:
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = CloverTrainer(
+    trainer = kind.trainer(
         model=heads,
         teacher_model=target,
         args=args,
@@ -157,7 +158,7 @@ def fed(heads: RivalHeads, widths: tuple[int, ...]) -> tuple[loop.CloverCandidat
     """A drafter of two rows of unequal text, the second one padded, that got it in pieces of these widths; and the
     rows' hidden states and tokens."""
     torch.manual_seed(5)
-    size = heads.config.hidden_size * (4 if isinstance(heads, Eagle3) else 1)
+    size = heads.config.hidden_size * (4 if heads.run is FeatureRun else 1)
     hidden = [torch.randn(length, size) for length in LENGTHS]
     tokens = [torch.randint(1, 32, (length,)).tolist() for length in LENGTHS]
     width = LENGTHS[0]
@@ -207,6 +208,94 @@ def test_rows_that_leave(kind):
     for node in range(1, tree.size):
         expected, _ = one_by_one(heads, hidden[1], tokens[1], path_of(tree, 0, node))
         assert float(tree.log_probs[0, node]) == pytest.approx(expected, abs=2e-4)
+
+
+def lively(kind: type[RivalHeads], **fields) -> RivalHeads:
+    """Past its start, at which what was drafted counts for nothing."""
+    heads = fresh(kind, **fields)
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter) if parameter.ndim == 2 and "say" in name else 0)
+    return heads
+
+
+@pytest.mark.parametrize("shape", ["global", "chain", "levels"])
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_a_block_drafts_what_its_training_pass_computes(kind, shape):
+    """Every node of trees over rows of unequal, padded text."""
+    heads = lively(kind)
+    drafter, hidden, tokens = fed(heads, (5, 4))
+    for _ in range(2):  # a tree leaves nothing behind
+        tree, looked_at = drafter.draft(24, shape), 0
+        for row, length in enumerate(LENGTHS):
+            for node in range(1, tree.size):
+                if not tree.valid[row, node]:
+                    continue
+                path = path_of(tree, row, node)
+                states = torch.cat((hidden[row], torch.randn(len(path), hidden[row].shape[1])))  # of no text yet
+                outputs = heads(states[None], torch.tensor([tokens[row] + path])).head_outputs[:, 0, length - 1]
+                log_probs = heads.score(outputs).log_softmax(-1)  # [G, V]
+                expected = sum(float(log_probs[level, token]) for level, token in enumerate(path))
+                assert float(tree.log_probs[row, node]) == pytest.approx(expected, abs=2e-4)
+                looked_at += 1
+        assert int(tree.depths.max()) > 2
+        assert looked_at >= (30 if shape == "global" else 14)
+
+
+@torch.no_grad()
+def test_what_a_slot_depends_on():
+    tokens = torch.randint(1, 32, (1, 12))
+    for kind in BLOCKS:
+        heads = lively(kind)
+        hidden = torch.randn(1, 12, 4 * heads.config.hidden_size)
+        before = heads(hidden, tokens).head_outputs
+        torch.testing.assert_close(
+            heads(hidden, tokens, anchors=torch.tensor([[4, 9]])).head_outputs, before[:, :, [4, 9]]
+        )
+        changed = tokens.clone()
+        changed[0, 6] = 31 - changed[0, 6]
+        differs = (before != heads(hidden, changed).head_outputs).any(-1)[:, 0]  # [G, T]
+        # The block's own first token counts for all its slots; a drafted one for DSpark's later ones.
+        assert differs[:6, 6].all()
+        assert differs[:, 5].tolist() == [False, *[kind is DSpark] * 6]
+        assert not differs[:, 7:].any()
+        assert (before[3, 0, -3:] == 0).all()
+        assert (before[3, 0, :-3] != 0).any(-1).all()
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_costs_what_its_slots_miss(kind):
+    """`BlockTrainer`'s loss beside plain sums over all slots of its anchors."""
+    from types import SimpleNamespace
+
+    target, heads = zoo.build("llama"), lively(kind)
+    heads.bind(target)
+    ids = torch.randint(1, 32, (2, 13))
+    labels = ids.clone()
+    labels[1, 9:] = -100
+    teacher = kind.teacher(target, heads)
+    trainer = object.__new__(kind.trainer)
+    vars(trainer).update(teacher=teacher, args=SimpleNamespace(loss_type="clover-2", hidden_loss_weight=None))
+    torch.manual_seed(3)
+    loss, outputs = trainer.compute_loss(heads, {"input_ids": ids, "labels": labels}, return_outputs=True)
+    torch.manual_seed(3)
+    anchors = trainer._anchors(torch.nn.functional.pad(labels[:, 2:] != -100, (0, 1)))
+    logits = target(ids).logits
+    costs, weights = [], []
+    for row in range(2):
+        for place, anchor in enumerate(anchors[row].tolist()):
+            for slot in range(7):
+                at = anchor + 2 + slot
+                if at < 13 and labels[row, at] != -100:
+                    p = logits[row, at - 1].softmax(-1)
+                    log_q = heads.score(outputs.head_outputs[slot, row, place]).log_softmax(-1)
+                    tv = (p - log_q.exp()).abs().sum() / 2
+                    costs.append(-(1 - kind.variation) * (p * log_q).sum() + kind.variation * tv)
+                    weights.append(2.718281828 ** (-slot / 7))
+    assert len(costs) > 12
+    expected = sum(w * c for w, c in zip(weights, costs)) / sum(weights)
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_training_unrolls_what_drafting_computes():

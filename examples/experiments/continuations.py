@@ -7,6 +7,7 @@ knows the target's `generate` and no heads.
 
 import argparse
 import json
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_clover.prompts import HELD_OUT, held_out_sources, standard_library
 from hf_clover.target_parts import fingerprint
 
-SHARE_HELD_OUT = 0.05  # of the user's data, where it has no test split
+SHARE_HELD_OUT = 0.02  # of the user's data, its last rows, where it has no test split
 TEMPERATURE = 0.7  # of the continuations to learn from: greedy ones of a small model run in circles
 
 
@@ -47,7 +48,9 @@ class Data:
 
 def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Data:
     name = f"{fingerprint(target.get_output_embeddings().weight)[:8]}-{args.samples}x{args.length}-{args.seed}"
-    folder = args.work / f"data-{name}" if args.data is None else args.work / f"data-{Path(args.data).stem}"
+    folder = (
+        args.work / f"data-{name}" if args.data is None else args.work / f"data-{Path(args.data).stem}-{args.length}"
+    )
     if args.data is not None:
         train, test = _given(args, tokenizer)
         return Data(train, test, folder, None)
@@ -111,13 +114,12 @@ def _given(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tupl
         loaded = load_dataset(kinds[path.suffix], data_files=str(path))
     else:
         loaded = load_dataset(args.data)
-    parts = {name: _samples(part, tokenizer, args.length) for name, part in loaded.items()}
-    train = parts["train"].shuffle(seed=args.seed)
-    test = next((parts[name] for name in ("test", "validation") if name in parts), None)
-    if test is None:
-        split = train.train_test_split(test_size=SHARE_HELD_OUT, seed=args.seed)
-        train, test = split["train"], split["test"]
-    return train, test.select(range(min(args.test_samples, len(test))))
+    train, test = loaded["train"], next((loaded[name] for name in ("test", "validation") if name in loaded), None)
+    if test is None:  # whole rows, so that no question is on both sides
+        kept = len(train) - math.ceil(SHARE_HELD_OUT * len(train))
+        train, test = train.select(range(kept)), train.select(range(kept, len(train)))
+    train, test = (_samples(part, tokenizer, args.length) for part in (train, test))
+    return train.shuffle(seed=args.seed), test.select(range(min(args.test_samples, len(test))))
 
 
 def _samples(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:

@@ -5,8 +5,10 @@ same samples in the same order for all drafters of one seed, by `CloverTrainer`.
 `tokens_per_forward` say what the drafts are worth, in figures that no clock is needed for.
 """
 
+import itertools
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +20,15 @@ import torch
 from continuations import Data
 from datasets import Dataset
 from rivals import RIVALS, RivalHeads
+from rivals.eagle3 import FeatureTeacher
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
 from hf_clover.benchmark import batch_of
 from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.decoding.record import speculations
+from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.training.optimizers import MUON_RATE, muon_rate
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
 from hf_clover.training.teacher import Teacher
@@ -96,20 +100,32 @@ class Classroom:
         length: int,
         batch_size: int,
         work: Path,
+        most_tokens: int,
+        draft_vocab_size: int | None = None,
+        save_steps: int = 500,
+        bf16_states: bool = False,
     ) -> None:
+        """`most_tokens`: of the longest run. `save_steps`: after so many a run can go on where it was stopped.
+        `bf16_states`: whether the target's pass computes in bfloat16."""
         self.target, self.tokenizer, self.data, self.work = target, tokenizer, data, work
         self.length, self.batch_size = length, batch_size
-        self._states: dict[int, Dataset] = {}  # by their width
+        self.draft_vocab_size, self.save_steps, self.bf16_states = draft_vocab_size, save_steps, bf16_states
+        self.rows = min(self.steps_for(most_tokens) * batch_size, len(data.train))
+        self._states: Dataset | None = None
+
+    def steps_for(self, tokens: int) -> int:
+        return math.ceil(tokens / (self.batch_size * self.data.mean_length))
 
     def train(self, drafter: Drafter, tokens: int, seed: int, optimizer: dict[str, Any]) -> Trained:
-        steps = math.ceil(tokens / (self.batch_size * self.data.mean_length))
+        steps = self.steps_for(tokens)
         if rate := optimizer.get("muon_learning_rate"):  # more in a short run, as ours has it by default
             optimizer = {**optimizer, "muon_learning_rate": rate * muon_rate(steps) / MUON_RATE}
         set_seed(seed)
         heads = drafter.make(self.target)
         on_gpu = self.target.device.type == "cuda"
+        unfinished = self.work / "trainer" / "-".join(map(str, (drafter.name, tokens, seed, *optimizer.values())))
         config = CloverTrainingConfig(
-            output_dir=str(self.work / "trainer"),
+            output_dir=str(unfinished),
             max_steps=steps,
             per_device_train_batch_size=self.batch_size,
             max_length=self.length,
@@ -118,11 +134,14 @@ class Classroom:
             dataloader_pin_memory=on_gpu,
             seed=seed,
             logging_strategy="no",
-            save_strategy="no",
+            save_strategy="steps" if steps > self.save_steps else "no",
+            save_steps=self.save_steps,
+            save_total_limit=1,
+            draft_vocab_size=self.draft_vocab_size,
             report_to="none",
             **optimizer,
         )
-        trainer = CloverTrainer(
+        trainer = (drafter.kind.trainer if issubclass(drafter.kind, RivalHeads) else CloverTrainer)(
             model=heads,
             teacher_model=self.target,
             args=config,
@@ -130,29 +149,32 @@ class Classroom:
             processing_class=self.tokenizer,
         )
         trainer.teacher = _teacher(heads, self.target)
-        states, width = self._states_for(trainer)
+        states = self._states_for(trainer)
         trainer.train_dataset = states.select(range(min(len(states), steps * self.batch_size)))
-        trainer.data_collator = TargetStatesCollator(trainer.data_collator, width)
+        reads_layers = isinstance(trainer.teacher, FeatureTeacher)
+        trainer.data_collator = _Collator(trainer.data_collator, self.target.config.hidden_size, reads_layers)
         trainer.remove_callback(ProgressCallback)
         clock = time.perf_counter if on_gpu else time.process_time
         started = clock()
-        trainer.train()
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(unfinished) if unfinished.exists() else None)
         seconds = clock() - started
         if trainer.was_interrupted:
             raise KeyboardInterrupt
+        shutil.rmtree(unfinished, ignore_errors=True)
         return Trained(trainer.heads.eval(), steps, seconds, training_memory(trainer))
 
-    def _states_for(self, trainer: CloverTrainer) -> tuple[Dataset, int]:
-        """The samples with the states that this teacher gives, and how wide those are."""
-        dataset, collator = trainer.train_dataset, trainer.data_collator
-        first = {name: value.to(self.target.device) for name, value in collator([dataset[0]]).items()}
-        width = trainer.teacher.hidden_states(first).shape[-1]
-        if width not in self._states:
-            folder = self.data.folder / f"states-{width}"
-            self._states[width] = precompute_targets(
-                trainer.teacher, dataset, collator, folder, batch_size=8, accelerator=trainer.accelerator
-            )
-        return self._states[width], width
+    def _states_for(self, trainer: CloverTrainer) -> Dataset:
+        """The samples with the states of all layers that any drafter reads: one pass of the target for all runs."""
+        if self._states is None:
+            dataset = trainer.train_dataset.select(range(min(self.rows, len(trainer.train_dataset))))
+            size, tokens = 2 * 4 * self.target.config.hidden_size, sum(map(len, dataset["input_ids"]))
+            print(f"The target's states: {size:,} bytes a token, {size * tokens / 1e9:.2f} GB for {tokens:,} tokens.")
+            folder, teacher = self.data.folder / f"states-{len(dataset)}", FeatureTeacher(self.target, trainer.heads)
+            with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.bf16_states):
+                self._states = precompute_targets(
+                    teacher, dataset, trainer.data_collator, folder, batch_size=8, accelerator=trainer.accelerator
+                )
+        return self._states
 
     def seconds_per_token(self) -> float:
         """Of the target's pass, which every run would need that does not find the states on disk."""
@@ -164,6 +186,17 @@ class Classroom:
         started = clock()
         teacher.hidden_states({"input_ids": rows})
         return (clock() - started) / rows.numel()
+
+
+class _Collator(TargetStatesCollator):
+    """States of four layers, or of the last one alone for who reads no other."""
+
+    def __init__(self, collator: Any, size: int, reads_layers: bool) -> None:
+        super().__init__(collator, 4 * size)
+        self.kept = slice(0 if reads_layers else 3 * size, None)
+
+    def _read(self, data: bytes) -> torch.Tensor:
+        return super()._read(data)[:, self.kept]
 
 
 def _teacher(heads: CloverHeads, target: PreTrainedModel) -> Teacher:
@@ -204,8 +237,8 @@ def _bytes_in(state: Any) -> int:
 
 
 def full_rows(samples: Dataset, length: int) -> torch.Tensor:
-    """[N, length]: the samples that no end of text has cut short."""
-    return torch.tensor([ids for ids in samples["input_ids"] if len(ids) == length])
+    """[N, length]: of the samples that no end of text has cut shorter than that."""
+    return torch.tensor([ids[:length] for ids in samples["input_ids"] if len(ids) >= length])
 
 
 def chain_by_depth(*heads_and_places: Any, **options: Any) -> list[float]:
@@ -255,6 +288,52 @@ def greedy(
     with speculations() as records:
         texts = target.generate(**batch_of(prompts, 0, target.device), **settings, **options)
     return texts.tolist(), records[0].tokens_per_forward if records else 1.0
+
+
+@dataclass
+class Asked:
+    """What drafts are worth on questions, one after the other."""
+
+    tokens_per_forward: dict[str, float]  # of each way to draft
+    by_category: dict[str, dict[str, float]]
+    accepted: list[float]  # of the first way: how often the first draft is right, the second where the first was, ...
+    texts: list[list[int]]
+
+
+@torch.no_grad()
+def ask(
+    target: PreTrainedModel,
+    questions: Sequence[tuple[str, list[int]]],
+    max_new_tokens: int,
+    ways: dict[str, dict[str, Any]],
+) -> Asked:
+    """Greedy answers to `questions`, a category and token ids each; `ways` are keywords of `generate` by name."""
+    found: dict[str, dict[str, list[Speculation]]] = {way: {} for way in ways}
+    texts: list[list[int]] = []
+    for category, prompt in questions:
+        for way, options in ways.items():
+            with speculations() as records:
+                text = target.generate(
+                    **batch_of([prompt], 0, target.device), max_new_tokens=max_new_tokens, do_sample=False,
+                    pad_token_id=0, **options,
+                )  # fmt: skip
+            texts.append(text[0].tolist())
+            found[way].setdefault(category, []).extend(records)
+
+    def per_forward(records: list[Speculation]) -> float:
+        return sum(one.new_tokens for one in records) / max(sum(one.row_forwards for one in records), 1)
+
+    every = {way: [one for records in found[way].values() for one in records] for way in ways}
+    first = every[next(iter(ways))]
+    depths = [sum(one.tree_sizes and len(one.tree_sizes) - 1 for one in first)]
+    for depth in range(max((len(one.accepted_by_depth) for one in first), default=0)):
+        depths.append(sum(one.accepted_by_depth[depth] for one in first if depth < len(one.accepted_by_depth)))
+    return Asked(
+        {way: per_forward(records) for way, records in every.items()},
+        {c: {way: per_forward(found[way][c]) for way in ways} for c in dict(questions)},
+        [later / max(earlier, 1) for earlier, later in itertools.pairwise(depths)],
+        texts,
+    )
 
 
 def describe(path: Path) -> dict[str, Any]:

@@ -12,26 +12,38 @@ by side.
 
     python examples/experiments/learning.py
     python examples/experiments/learning.py --measure
+
+On a target of your own, with its own answers to learn from and questions to be measured on, by category:
+
+    python examples/experiments/learning.py --targets TARGET --data ANSWERS.jsonl --questions QUESTIONS.jsonl \\
+        --draft-vocab-size 8192 --length 512 --batch-size 2 --budgets 100000 1000000 3000000 --output RESULTS
 """
 
 import argparse
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from common import HERE, STAND_IN, load_target
 from continuations import Data, load_data
-from drafters import DRAFTERS, OURS, Classroom, Drafter, chain_by_depth, describe, full_rows, greedy, places
+from drafters import DRAFTERS, OURS, Classroom, Drafter, ask, chain_by_depth, describe, full_rows, greedy, places
 from ledger import Ledger, show
 from rivals import admitted
+from transformers import PreTrainedTokenizerBase
 
+from hf_clover import CloverHeads
 from hf_clover.benchmark import Method, measure, plain, with_heads
 from hf_clover.plots import plot
-from hf_clover.prompts import load_prompts
+from hf_clover.prompts import encode_question, load_prompts, question_in
 from hf_clover.target_parts import fingerprint
 
 DEPTH = 8  # of the longest chain that is looked at
+ROW = 256  # tokens of held-out text, at most, in which chains are looked at
+WAYS = {"chain of 7": ("chain", 7), "tree of 16": (None, 16)}  # in which questions are answered
 EVERY = 4  # places of the text that are looked at
 TUNING_SEED = 100
 DEFAULTS = dict(
@@ -51,6 +63,11 @@ DEFAULTS = dict(
     num_prompts=16,
     max_new_tokens=64,
     repeats=3,
+    data=None,
+    questions=None,
+    per_category=1,
+    draft_vocab_size=None,
+    save_steps=500,
 )
 TOY = dict(
     budgets=[64, 128], seeds=[0], rates=[1e-3, 1e-2], tuning_tokens=64, samples=8, test_samples=6, length=32,
@@ -70,13 +87,16 @@ class Course:
         self.target, self.tokenizer = load_target(argparse.Namespace(target=folder))
         self.name = Path(folder).parent.name if Path(folder).name == "target" else Path(folder).name
         self.work = args.work / "learning" / fingerprint(self.target.get_output_embeddings().weight)[:8]
-        self.prompts = load_prompts("stand-in", self.tokenizer, args.num_prompts)
+        self.questions = [] if args.questions is None else read_questions(args, self.tokenizer)
+        self.prompts = [prompt for _, prompt in self.questions[: args.num_prompts]]
+        self.prompts = self.prompts or load_prompts("stand-in", self.tokenizer, args.num_prompts)
+        self.length = min(args.length, ROW)  # of held-out rows
         self.about = describe(Path(folder))
 
     def read_data(self) -> None:
         """The text to learn from and to measure on."""
         self.data: Data = load_data(self.args, self.target, self.tokenizer)
-        rows = full_rows(self.data.test, self.args.length)
+        rows = full_rows(self.data.test, self.length)
         third = max(1, len(rows) // 3)
         self.to_tune_on, self.to_measure_on = rows[:third], rows[third:]
 
@@ -84,9 +104,14 @@ class Course:
         """What training and measuring need: the text, and what plain generate says."""
         args = self.args
         self.read_data()
-        classroom = self.data, args.length, args.batch_size, self.work
-        self.classroom = Classroom(self.target, self.tokenizer, *classroom)
-        self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)
+        most = max(*args.budgets, 0 if self.needs_no_tuning else args.tuning_tokens)
+        sizes = self.data, args.length, args.batch_size, self.work, most
+        how = args.draft_vocab_size, args.save_steps, args.bf16_states
+        self.classroom = Classroom(self.target, self.tokenizer, *sizes, *how)
+        if self.questions:
+            self.texts = ask(self.target, self.questions, args.max_new_tokens, {"plain": {}}).texts
+        else:
+            self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)
         if not self.ledger.find("targets", target=self.name):
             row = {
                 "target": self.name,
@@ -102,11 +127,16 @@ class Course:
 
     @property
     def start(self) -> int:
-        return self.args.length // 4  # of each sample, a prompt
+        return self.length // 4  # of each sample, a prompt
 
     @property
     def places(self) -> range:
-        return places(self.args.length, self.start, DEPTH, EVERY)
+        return places(self.length, self.start, DEPTH, EVERY)
+
+    @property
+    def needs_no_tuning(self) -> bool:
+        rates = self.args.rates, self.args.muon_rates
+        return all(len(DRAFTERS[name].optimizers(*rates)) == 1 for name in self.args.drafters)
 
     def folder_of(self, drafter: str, tokens: int, seed: int) -> Path:
         return self.work / f"{drafter.replace(', ', '-')}-{tokens}-{seed}"
@@ -142,11 +172,6 @@ class Course:
         trained = self.classroom.train(drafter, tokens, seed, arguments)
         heads = trained.heads.to(self.target.dtype)
         by_depth = self.chain(heads, self.to_measure_on)
-        per_forward, identical = {}, True
-        for nodes in self.args.nodes:
-            options = dict(assistant_model=heads, num_assistant_tokens=nodes)
-            texts, per_forward[str(nodes)] = greedy(self.target, self.prompts, self.args.max_new_tokens, **options)
-            identical = identical and texts == self.texts
         heads.save_pretrained(self.folder_of(drafter.name, tokens, seed))
         row = {
             **dict(zip(KEY, (self.name, drafter.name, tokens, seed))),
@@ -157,10 +182,36 @@ class Course:
             "training_memory_mib": trained.memory_mib,
             "chain": sum(by_depth),
             "chain_by_depth": by_depth,
-            "tokens_per_forward": per_forward,
-            "identical": identical,
+            **self.generated(heads),
         }
         self.ledger.add("rows", row, settings_of(self.args))
+
+    def generated(self, heads: CloverHeads) -> dict[str, Any]:
+        """Tokens per forward in the real `generate`, on the questions where there are any."""
+        per_forward, identical = {}, True
+        if not self.questions:
+            for nodes in self.args.nodes:
+                options = dict(assistant_model=heads, num_assistant_tokens=nodes)
+                texts, per_forward[str(nodes)] = greedy(self.target, self.prompts, self.args.max_new_tokens, **options)
+                identical = identical and texts == self.texts
+            return {"tokens_per_forward": per_forward, "identical": identical}
+        by_category: dict[str, dict[str, float]] = {category: {} for category, _ in self.questions}
+        accepted = {}
+        for way, (shape, nodes) in WAYS.items():
+            options = dict(assistant_model=heads, num_assistant_tokens=nodes)
+            with mock.patch.object(heads.config, "draft_tree", shape or heads.config.draft_tree):
+                asked = ask(self.target, self.questions, self.args.max_new_tokens, {way: options})
+            per_forward |= asked.tokens_per_forward
+            accepted[way] = asked.accepted
+            for category, figures in asked.by_category.items():
+                by_category[category] |= figures
+            identical = identical and asked.texts == self.texts
+        return {
+            "tokens_per_forward": per_forward,
+            "by_category": by_category,
+            "accepted_by_position": accepted["chain of 7"],
+            "identical": identical,
+        }
 
     # ------------------------------------------------------------------ times
 
@@ -210,6 +261,18 @@ class Course:
         }
 
 
+def read_questions(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
+    """The first turn of the first `per_category` questions of each category."""
+    rows = [json.loads(line) for line in Path(args.questions).read_text(encoding="utf-8").splitlines() if line.strip()]
+    count: Counter[str] = Counter()
+    found = []
+    for row in rows:
+        count[row["category"]] += 1
+        if count[row["category"]] <= args.per_category:
+            found.append((row["category"], encode_question(question_in(row), tokenizer)))
+    return found
+
+
 # ---------------------------------------------------------------------- the order
 
 
@@ -225,8 +288,10 @@ def plan(args: argparse.Namespace) -> Iterator[tuple[str, Drafter, int, int]]:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    left_out = ("output", "work", "measure", "data")
+    left_out = ("output", "work", "measure")
     settings = {name: value for name, value in vars(args).items() if name not in left_out}
+    for name in ("data", "questions"):
+        settings[name] = settings[name] and Path(settings[name]).name
     return settings | {"targets": ["/".join(Path(target).parts[-2:]) for target in args.targets]}
 
 
@@ -274,10 +339,18 @@ def parse(argv: Sequence[str] | None, doc: str | None = __doc__) -> argparse.Nam
     parser.add_argument("--budgets", nargs="+", type=int, help="tokens to train on")
     parser.add_argument("--seeds", nargs="+", type=int, help="of the heads and of the order of samples")
     parser.add_argument(
-        "--rates", nargs="+", type=float, help=f"AdamW's, to choose from, for all but {OURS} and clover-2"
+        "--rates", nargs="*", type=float, help=f"AdamW's, to choose from, for all but {OURS} and clover-2"
     )
     parser.add_argument("--muon-rates", nargs="*", type=float, help="Muon's likewise, of a run of 400 steps or more")
     parser.add_argument("--tuning-tokens", type=int, help="in each of the runs that choose")
+    parser.add_argument(
+        "--data", help="to learn from, in place of continuations: a .jsonl or .parquet file, or a dataset"
+    )
+    parser.add_argument("--questions", help="to be measured on: a .jsonl file of `turns` with a `category`")
+    parser.add_argument("--per-category", type=int, help="questions of each category")
+    parser.add_argument("--draft-vocab-size", type=int, help="ids that all drafters score, the data's most frequent")
+    parser.add_argument("--save-steps", type=int, help="a run that was stopped goes on after a multiple of these")
+    parser.add_argument("--bf16-states", action="store_true", help="let the target's pass compute in bfloat16")
     parser.add_argument("--samples", type=int, help="continuations to learn from; a larger budget repeats them")
     parser.add_argument("--test-samples", type=int, help="held-out continuations to measure chains on")
     parser.add_argument("--length", type=int, help="tokens in a sample")
@@ -291,7 +364,7 @@ def parse(argv: Sequence[str] | None, doc: str | None = __doc__) -> argparse.Nam
     parser.add_argument("--output", type=Path, default=HERE / "results", help="where JSON and plots go")
     parser.add_argument("--work", type=Path, default=Path("runs/experiments"), help="data, states and heads")
     parser.add_argument("--toy", action="store_true", help="sizes that take seconds, to see that everything runs")
-    parser.set_defaults(**DEFAULTS, data=None, seed=0)
+    parser.set_defaults(**DEFAULTS, seed=0)
     if parser.parse_known_args(argv)[0].toy:
         parser.set_defaults(**TOY)
     return parser.parse_args(argv)

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
+import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_clover import CloverConfig, CloverHeads
+from hf_clover import CloverConfig, CloverHeads, CloverTrainer
 from hf_clover.decoding import entry, loop
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.verify import TargetRun
@@ -25,11 +26,14 @@ class RivalHeads(CloverHeads):
     generator: ClassVar[type[CloverCandidateGenerator]] = CloverCandidateGenerator
     run: ClassVar[type[TargetRun]] = TargetRun
     teacher: ClassVar[type[Teacher]] = Teacher
+    trainer: ClassVar[type[CloverTrainer]] = CloverTrainer
     _auto_class = None  # a rival is no remote code
 
     def __init__(self, config: CloverConfig) -> None:
         PreTrainedModel.__init__(self, config)
         self.build(config)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [D]
         self.generation_config = GenerationConfig()
         object.__setattr__(self, "_borrowed", None)
         self.post_init()

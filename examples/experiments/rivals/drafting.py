@@ -9,7 +9,7 @@ Shapes: B batch, T positions, d hidden size, W beams, n nodes drafted so far, C 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -23,44 +23,10 @@ from .base import RivalHeads
 Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
 
-class EagleGenerator(CloverCandidateGenerator):
-    """The state kept for the root is the layer's output at the last position: the feature drafted for the next one."""
-
-    heads: "EagleHeads"
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.last: torch.Tensor | None = None  # [B] the position of the last settled token's hidden state
-
-    def extend(
-        self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
-    ) -> None:
-        last = Settled(hidden, next_tokens, positions, list(counts)).at_last(positions).to(self.heads.device)
-        if min(counts) == 0 and self.last is not None:
-            last = torch.where(torch.tensor(counts, device=last.device) > 0, last, self.last)
-        self.last = last
-        super().extend(hidden, next_tokens, positions, counts)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        super().keep_rows(rows)
-        self.last = self.last[torch.tensor(rows, device=self.last.device)]
-
-    @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        if nodes == 0 or self.is_broken:
-            return root_only(self.roots)
-        self._catch_up()
-        shape, settled = shape or self.config.draft_tree, list(self.cache.lengths)
-        try:
-            return grow_in_shape(self.heads, _Path(self).expand, self.roots, nodes, shape, foresight)
-        finally:
-            self.cache.slots.lengths = settled
-
-
 class _Path:
     """A tree that is being grown: the features of its last level, and who descends from whom."""
 
-    def __init__(self, generator: EagleGenerator) -> None:
+    def __init__(self, generator: "EagleGenerator") -> None:
         self.heads, self.cache = generator.heads, generator.cache
         self.prompt_mask, self.settled = generator.prompt_mask, list(generator.cache.lengths)
         self.features = generator.state[:, None]  # [B, W, d]
@@ -106,6 +72,41 @@ class _Path:
         slots = (starts + torch.arange(nodes, device=device))[:, None].expand_as(self.ancestors)  # [B, W, n]
         visible = visible[:, None].repeat(1, self.ancestors.shape[1], 1).scatter(2, slots, self.ancestors)  # [B, W, C]
         return torch.full(visible.shape, hidden, dtype=dtype, device=device).masked_fill_(visible, 0)[:, None]
+
+
+class EagleGenerator(CloverCandidateGenerator):
+    """The state kept for the root is the layer's output at the last position: the feature drafted for the next one."""
+
+    heads: "EagleHeads"
+    path: ClassVar[type] = _Path
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last: torch.Tensor | None = None  # [B] the position of the last settled token's hidden state
+
+    def extend(
+        self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        last = Settled(hidden, next_tokens, positions, list(counts)).at_last(positions).to(self.heads.device)
+        if min(counts) == 0 and self.last is not None:
+            last = torch.where(torch.tensor(counts, device=last.device) > 0, last, self.last)
+        self.last = last
+        super().extend(hidden, next_tokens, positions, counts)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        self.last = self.last[torch.tensor(rows, device=self.last.device)]
+
+    @torch.no_grad()
+    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
+        if nodes == 0 or self.is_broken:
+            return root_only(self.roots)
+        self._catch_up()
+        shape, settled = shape or self.config.draft_tree, list(self.cache.lengths)
+        try:
+            return grow_in_shape(self.heads, self.path(self).expand, self.roots, nodes, shape, foresight)
+        finally:
+            self.cache.slots.lengths = settled
 
 
 class EagleHeads(RivalHeads):
