@@ -57,6 +57,9 @@ HELP = {
     "nodes": "drafted per step",
     "trees": "how trees are grown",
     "learning_rates": "to try",
+    "fit": "text to train the target further on, a .jsonl file; without it, Python's language reference",
+    "questions": "to be measured on: a .jsonl file of `turns` with a `category`",
+    "fit_tokens": "that the target is trained further on",
     "contexts": "tokens of text before the steps that are timed",
 }
 GENERATION = dict(heads=str(STAND_IN / "heads"), prompts="stand-in", num_prompts=8, max_new_tokens=64, repeats=3)
@@ -87,7 +90,7 @@ def parse(doc: str, argv: Sequence[str] | None, defaults: dict[str, Any], toy: d
 def settings_of(args: argparse.Namespace, target: PreTrainedModel) -> dict[str, Any]:
     """All arguments that figures depend on; of a folder its name, since where it lay is nobody's business."""
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "work")}
-    for name in ("target", "heads", "data", "prompts"):
+    for name in ("target", "heads", "data", "prompts", "fit", "questions"):
         if settings.get(name) and Path(settings[name]).exists():
             settings[name] = "/".join(Path(settings[name]).parts[-2:])
     return settings | {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type}

@@ -57,10 +57,11 @@ def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
     if not (folder / "about.json").exists():
         started = time.perf_counter()
         width = args.length // 4
-        train = _continuations(args, target, tokenizer, _library_sources(), args.samples, width, args.seed)
+        streams = tokenizer(library_sources(), verbose=False).input_ids
+        train = continuations(args, target, tokenizer, streams, args.samples, width, args.seed)
         seconds = time.perf_counter() - started
-        held_out = list(held_out_sources().values())
-        test = _continuations(args, target, tokenizer, held_out, args.test_samples, width, args.seed + 1)
+        held_out = tokenizer(list(held_out_sources().values()), verbose=False).input_ids
+        test = continuations(args, target, tokenizer, held_out, args.test_samples, width, args.seed + 1)
         train.to_parquet(folder / "train.parquet")
         test.to_parquet(folder / "test.parquet")
         (folder / "about.json").write_text(json.dumps({"seconds": seconds}) + "\n")
@@ -68,24 +69,24 @@ def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
     return Data(train, test, folder, json.loads((folder / "about.json").read_text())["seconds"])
 
 
-def _library_sources() -> list[str]:
+def library_sources() -> list[str]:
     paths = sorted(standard_library().glob("*.py"))
     return [path.read_text(encoding="utf-8", errors="ignore") for path in paths if path.stem not in HELD_OUT]
 
 
 @torch.no_grad()
-def _continuations(
+def continuations(
     args: argparse.Namespace,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
+    streams: list[list[int]],
     count: int,
     width: int,
     seed: int,
 ) -> Dataset:
-    """`count` pieces of `width` tokens from random places in `texts`, each continued by the target."""
+    """`count` pieces of `width` tokens from random places in `streams`, each continued by the target."""
     rng = random.Random(seed)
-    streams = [ids for ids in tokenizer(texts, verbose=False).input_ids if len(ids) > width]
+    streams = [ids for ids in streams if len(ids) > width]
     chosen = rng.choices(streams, weights=list(map(len, streams)), k=count)
     starts = [rng.randrange(len(ids) - width) for ids in chosen]
     prompts = torch.tensor([ids[start : start + width] for ids, start in zip(chosen, starts)])  # [count, width]
@@ -125,7 +126,7 @@ def _given(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tupl
 def _samples(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
     samples: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for row in dataset:
-        ids = row.get("input_ids") or _encode(row, tokenizer)
+        ids = row.get("input_ids") or encode(row, tokenizer)
         labels = row.get("labels") or ids
         for start in range(0, len(ids), length):
             if len(ids) - start > length // 4:  # a short rest is hardly worth a sample
@@ -134,7 +135,7 @@ def _samples(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) 
     return Dataset.from_dict(samples)
 
 
-def _encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if "text" in row:
         return tokenizer(row["text"]).input_ids
     if "messages" in row:
