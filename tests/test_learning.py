@@ -110,25 +110,101 @@ def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch)
 
 def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypatch):
     seen: list[list[int]] = []
-    loss = CloverTrainer.compute_loss
+    get_batches = CloverTrainer.get_batch_samples
 
-    def recording(self, model, inputs, *args, **kwargs):
-        seen.append(inputs["input_ids"].flatten().tolist())
-        return loss(self, model, inputs, *args, **kwargs)
+    def recording(self, *args):
+        batches, counts = get_batches(self, *args)
+        seen.extend(batch["input_ids"].flatten().tolist() for batch in batches)
+        return batches, counts
 
-    monkeypatch.setattr(CloverTrainer, "compute_loss", recording)
+    monkeypatch.setattr(CloverTrainer, "get_batch_samples", recording)
     args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
     course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
     course.prepare()
     of_each = {}
-    for name in ("clover-2", "medusa", "eagle-1", "eagle-3", "hydra++"):
+    for name in ("clover-2", "medusa", "eagle-1", "eagle-3", "dflash", "dspark", "hydra++"):
         course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
-        of_each[name] = seen[:4]  # the fifth is for counting memory
+        of_each[name] = seen[:]
         seen.clear()
     assert len({json.dumps(batches) for batches in of_each.values()}) == 1
     course.classroom.train(learning.DRAFTERS["medusa"], 128, 4, {"learning_rate": 1e-3})
     assert seen[:4] != of_each["medusa"]  # another seed, another order
     assert sorted(seen[:4]) == sorted(of_each["medusa"])
+
+
+def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path, monkeypatch):
+    """One pass of the target for drafters that read one layer and four; a run that broke off goes on."""
+    answers = [{"text": f"answer {i} of many, some longer " * 3} for i in range(60)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    questions = [{"category": c, "turns": [f"{c} {i}?", "And then?"]} for i in range(3) for c in ("math", "qa")]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    given = [f"--data={tmp_path / 'answers.jsonl'}", f"--questions={tmp_path / 'questions.jsonl'}"]
+    sizes = ("--per-category", "2", "--draft-vocab-size", "40", "--save-steps", "1", "--budgets", "128")
+    widths: list[int] = []
+    loss = CloverTrainer.compute_loss
+
+    def breaking(self, model, inputs, *args, **kwargs):
+        widths.append(inputs["hidden_states"].shape[-1])
+        if len(widths) == 3:
+            raise RuntimeError("the power is gone")
+        return loss(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(CloverTrainer, "compute_loss", breaking)
+    work = tmp_path / "out"
+    options = (*given, *sizes, "--work", str(tmp_path / "work"), "--drafters", "clover-2", "eagle-3")
+    with pytest.raises(RuntimeError, match="power"):
+        run(learning, folder, work, *options)
+    result = run(learning, folder, work, *options)
+    size = 32
+    assert widths[:3] == [size] * 3
+    steps = result["rows"][0]["steps"]
+    assert steps > 3
+    assert widths[3:].count(size) == steps - 2 + 1  # two were done; and once to count memory
+    assert set(widths[3 + steps - 1 :]) == {4 * size}  # EAGLE-3's
+    (data,) = (tmp_path / "work").glob("data-answers-32")
+    assert len(list(data.iterdir())) == 1
+    assert not list((tmp_path / "work").glob("learning/*/trainer/*"))
+    for row in result["rows"]:
+        assert row["identical"] is True
+        assert set(row["tokens_per_forward"]) == set(learning.WAYS)
+        assert set(row["by_category"]) == {"math", "qa"}
+        assert all(set(figures) == set(learning.WAYS) for figures in row["by_category"].values())
+        assert all(0 <= share <= 1 for share in row["accepted_by_position"])
+    assert result["settings"]["questions"] == "questions.jsonl"
+    assert str(tmp_path) not in json.dumps(result["settings"])
+
+    args = learning.parse([*SIZES, *options, "--targets", str(folder / "tiny")])
+    course = learning.Course(args, args.targets[0], learning.Ledger(tmp_path / "unused.json"))
+    assert [category for category, _ in course.questions] == ["math", "qa", "math", "qa"]
+    course.read_data()
+    text = "".join(map(course.tokenizer.decode, course.data.test["input_ids"]))
+    assert [f"answer {i} " in text for i in (57, 58, 59)] == [False, True, True]
+    heads = learning.DRAFTERS["eagle-3"].load(course.folder_of("eagle-3", 128, 0), course.target)
+    assert len(heads.draft_ids) == 40
+    assert heads.draft_ids.tolist() != list(range(40))  # the data's most frequent, and not the first
+
+
+def test_what_answers_are_worth_by_hand(drafters):
+    target = make_target()
+    target.generation_config.eos_token_id = None
+    heads = CloverHeads.from_target(target, variant="clover-2").eval()
+    questions = [("a", [7, 8]), ("b", [9, 10, 11]), ("a", [12])]
+    asked = drafters.ask(target, questions, 20, {"chain": dict(assistant_model=heads, num_assistant_tokens=4)})
+    forwards, depths = {"a": 0, "b": 0}, [0] * 9
+    for category, prompt in questions:
+        out = target.generate(
+            torch.tensor([prompt]), max_new_tokens=20, assistant_model=heads, num_assistant_tokens=4,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        forwards[category] += out.speculation.target_forwards
+        for depth, count in enumerate(out.speculation.accepted_by_depth):
+            depths[depth + 1] += count
+        depths[0] += out.speculation.target_forwards - 1  # all but the prompt's come with a tree
+    assert asked.by_category == {"a": {"chain": 40 / forwards["a"]}, "b": {"chain": 20 / forwards["b"]}}
+    assert asked.tokens_per_forward == {"chain": 60 / sum(forwards.values())}
+    assert depths[1] > 0
+    assert asked.accepted == pytest.approx([depths[i + 1] / depths[i] for i in range(len(asked.accepted))])
+    assert asked.texts == [drafters.greedy(target, [prompt], 20)[0][0] for _, prompt in questions]
 
 
 def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
