@@ -325,7 +325,7 @@ def ask(
 
     every = {way: [one for records in found[way].values() for one in records] for way in ways}
     first = every[next(iter(ways))]
-    depths = [sum(one.tree_sizes and len(one.tree_sizes) - 1 for one in first)]
+    depths = [sum(size > 0 for one in first for size in one.tree_sizes)]  # trees
     for depth in range(max((len(one.accepted_by_depth) for one in first), default=0)):
         depths.append(sum(one.accepted_by_depth[depth] for one in first if depth < len(one.accepted_by_depth)))
     return Asked(

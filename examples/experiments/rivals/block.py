@@ -1,4 +1,4 @@
-"""Drafters of whole blocks: what DFlash and DSpark share.
+"""Drafters of whole blocks: what DFlash and DSpark share, written from descriptions of them and not from their code.
 
 The states of several layers of the target are concatenated, projected and normalised. Every draft layer takes them as
 keys and values of the text so far, made once for each token of the text. A block is the last token of the text and one
@@ -51,9 +51,8 @@ class _Block:
         """As `tree.Expand`: logits [B, W, V] of what follows `tokens` [B, W]."""
         if chosen is not None and self.state is not None:
             self.state = self.state.gather(1, chosen[..., None].expand(-1, -1, self.state.shape[2]))
-        slot = self.slots[:, level, None].expand(-1, tokens.shape[1], -1)  # [B, W, d]
-        out, self.state = self.heads.with_drafted(slot, self.state, tokens)
-        return self.heads.score(out)
+        out, self.state = self.heads.with_drafted(self.slots[:, level, None], self.state, tokens)  # [B, 1 or W, d]
+        return self.heads.score(out).expand(-1, tokens.shape[1], -1)
 
     @staticmethod
     def _mask(generator: "BlockGenerator", width: int) -> torch.Tensor | None:
@@ -164,8 +163,8 @@ class BlockHeads(RivalHeads):
     def with_drafted(
         self, slot: torch.Tensor, state: torch.Tensor | None, input_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a slot gave [..., d], what was drafted before it and the token just before it [...] -> what goes into
-        lm_head, and the next state."""
+        """What a slot gave (of a shape that broadcasts to [..., d]), what was drafted before it and the token just before
+        it [...] -> what goes into lm_head, and the next state."""
         raise NotImplementedError
 
     def _encode(

@@ -31,6 +31,7 @@ class DSpark(BlockHeads):
     def with_drafted(
         self, slot: torch.Tensor, state: torch.Tensor | None, input_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        slot = slot.expand(*input_ids.shape, -1)
         if state is None:
             state = slot.new_zeros(*slot.shape[:-1], self.width)  # [..., r]
         seen = self.read(torch.cat((self.token_norm(self.embed(input_ids)), slot), dim=-1)) + self.again(state)
