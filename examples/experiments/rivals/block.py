@@ -163,8 +163,8 @@ class BlockHeads(RivalHeads):
     def with_drafted(
         self, slot: torch.Tensor, state: torch.Tensor | None, input_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a slot gave (of a shape that broadcasts to [..., d]), what was drafted before it and the token just before
-        it [...] -> what goes into lm_head, and the next state."""
+        """What a slot gave (broadcasts to [..., d]), what was drafted before it and the token just before it [...] ->
+        what goes into lm_head, and the next state."""
         raise NotImplementedError
 
     def _encode(
