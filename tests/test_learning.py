@@ -189,7 +189,7 @@ def test_what_answers_are_worth_by_hand(drafters):
     target.generation_config.eos_token_id = None
     heads = CloverHeads.from_target(target, variant="clover-2").eval()
     questions = [("a", [7, 8]), ("b", [9, 10, 11]), ("a", [12])]
-    asked = drafters.ask(target, questions, 20, {"chain": dict(assistant_model=heads, num_assistant_tokens=4)})
+    asked = drafters.ask(target, questions, 20, assistant_model=heads, num_assistant_tokens=4)
     forwards, depths = {"a": 0, "b": 0}, [0] * 9
     for category, prompt in questions:
         out = target.generate(
@@ -200,8 +200,8 @@ def test_what_answers_are_worth_by_hand(drafters):
         for depth, count in enumerate(out.speculation.accepted_by_depth):
             depths[depth + 1] += count
         depths[0] += out.speculation.target_forwards - 1  # all but the prompt's come with a tree
-    assert asked.by_category == {"a": {"chain": 40 / forwards["a"]}, "b": {"chain": 20 / forwards["b"]}}
-    assert asked.tokens_per_forward == {"chain": 60 / sum(forwards.values())}
+    assert asked.by_category == {"a": 40 / forwards["a"], "b": 20 / forwards["b"]}
+    assert asked.tokens_per_forward == 60 / sum(forwards.values())
     assert depths[1] > 0
     assert asked.accepted == pytest.approx([depths[i + 1] / depths[i] for i in range(len(asked.accepted))])
     assert asked.texts == [drafters.greedy(target, [prompt], 20)[0][0] for _, prompt in questions]

@@ -294,46 +294,33 @@ def greedy(
 class Asked:
     """What drafts are worth on questions, one after the other."""
 
-    tokens_per_forward: dict[str, float]  # of each way to draft
-    by_category: dict[str, dict[str, float]]
-    accepted: list[float]  # of the first way: how often the first draft is right, the second where the first was, ...
+    tokens_per_forward: float
+    by_category: dict[str, float]
+    accepted: list[float]  # how often the first draft of a chain is right, the second where the first was, ...
     texts: list[list[int]]
 
 
-@torch.no_grad()
 def ask(
-    target: PreTrainedModel,
-    questions: Sequence[tuple[str, list[int]]],
-    max_new_tokens: int,
-    ways: dict[str, dict[str, Any]],
+    target: PreTrainedModel, questions: Sequence[tuple[str, list[int]]], max_new_tokens: int, **options: Any
 ) -> Asked:
-    """Greedy answers to `questions`, a category and token ids each; `ways` are keywords of `generate` by name."""
-    found: dict[str, dict[str, list[Speculation]]] = {way: {} for way in ways}
+    """Greedy answers to `questions`, a category and token ids each; `options` are `generate`'s."""
+    found: dict[str, list[Speculation]] = {}
     texts: list[list[int]] = []
+    settings = dict(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
     for category, prompt in questions:
-        for way, options in ways.items():
-            with speculations() as records:
-                text = target.generate(
-                    **batch_of([prompt], 0, target.device), max_new_tokens=max_new_tokens, do_sample=False,
-                    pad_token_id=0, **options,
-                )  # fmt: skip
-            texts.append(text[0].tolist())
-            found[way].setdefault(category, []).extend(records)
+        with speculations() as records:
+            texts += target.generate(**batch_of([prompt], 0, target.device), **settings, **options).tolist()
+        found.setdefault(category, []).extend(records)
 
     def per_forward(records: list[Speculation]) -> float:
         return sum(one.new_tokens for one in records) / max(sum(one.row_forwards for one in records), 1)
 
-    every = {way: [one for records in found[way].values() for one in records] for way in ways}
-    first = every[next(iter(ways))]
-    depths = [sum(size > 0 for one in first for size in one.tree_sizes)]  # trees
-    for depth in range(max((len(one.accepted_by_depth) for one in first), default=0)):
-        depths.append(sum(one.accepted_by_depth[depth] for one in first if depth < len(one.accepted_by_depth)))
-    return Asked(
-        {way: per_forward(records) for way, records in every.items()},
-        {c: {way: per_forward(found[way][c]) for way in ways} for c in dict(questions)},
-        [later / max(earlier, 1) for earlier, later in itertools.pairwise(depths)],
-        texts,
-    )
+    every = [one for records in found.values() for one in records]
+    depths = [sum(size > 0 for one in every for size in one.tree_sizes)]  # trees
+    for counts in itertools.zip_longest(*(one.accepted_by_depth for one in every), fillvalue=0):
+        depths.append(sum(counts))
+    accepted = [later / max(earlier, 1) for earlier, later in itertools.pairwise(depths)]
+    return Asked(per_forward(every), {name: per_forward(of) for name, of in found.items()}, accepted, texts)
 
 
 def describe(path: Path) -> dict[str, Any]:

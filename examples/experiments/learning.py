@@ -109,7 +109,7 @@ class Course:
         how = args.draft_vocab_size, args.save_steps, args.bf16_states
         self.classroom = Classroom(self.target, self.tokenizer, *sizes, *how)
         if self.questions:
-            self.texts = ask(self.target, self.questions, args.max_new_tokens, {"plain": {}}).texts
+            self.texts = ask(self.target, self.questions, args.max_new_tokens).texts
         else:
             self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)
         if not self.ledger.find("targets", target=self.name):
@@ -200,11 +200,10 @@ class Course:
         for way, (shape, nodes) in WAYS.items():
             options = dict(assistant_model=heads, num_assistant_tokens=nodes)
             with mock.patch.object(heads.config, "draft_tree", shape or heads.config.draft_tree):
-                asked = ask(self.target, self.questions, self.args.max_new_tokens, {way: options})
-            per_forward |= asked.tokens_per_forward
-            accepted[way] = asked.accepted
-            for category, figures in asked.by_category.items():
-                by_category[category] |= figures
+                asked = ask(self.target, self.questions, self.args.max_new_tokens, **options)
+            per_forward[way], accepted[way] = asked.tokens_per_forward, asked.accepted
+            for category, worth in asked.by_category.items():
+                by_category[category][way] = worth
             identical = identical and asked.texts == self.texts
         return {
             "tokens_per_forward": per_forward,
