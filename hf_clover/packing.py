@@ -46,7 +46,6 @@ class PackedLinear(nn.Linear):
 
     tied: nn.Parameter | None  # the plain weight, where an embedding holds that too
     required_grad: bool
-    order: object  # one for each time that it is packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -104,7 +103,7 @@ def pack_for_cpu(model: nn.Module) -> int:
         is_tied = any(type(owner) is not nn.Linear for owner in owners[id(weight)])
         if id(weight) not in done:
             done[id(weight)] = nn.Parameter(packed(weight), requires_grad=False)
-        vars(layer).update(tied=weight if is_tied else None, required_grad=weight.requires_grad, order=object())
+        vars(layer).update(tied=weight if is_tied else None, required_grad=weight.requires_grad)
         layer._parameters["weight"] = done[id(weight)]
         layer.__class__ = PackedLinear
     return len(layers)

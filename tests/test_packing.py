@@ -17,7 +17,6 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, cli, pack_for_cpu, packing, unpack
 from hf_clover.decoding.record import speculations
-from hf_clover.decoding.token_tables import stepper
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 VOCABULARY = 61
@@ -121,7 +120,7 @@ def test_packed_heads_draft_what_plain_ones_do(target, variant):
     state, tokens = torch.randn(1, 3, heads.config.hidden_size), torch.randint(VOCABULARY, (1, 3))
 
     def drafted():
-        out, after = stepper(heads)(1, state, tokens)
+        out, after = heads.step(1, state, tokens)
         return heads.score(out), after
 
     with torch.no_grad():
@@ -131,7 +130,6 @@ def test_packed_heads_draft_what_plain_ones_do(target, variant):
         heads.bind(target)
         rows = heads.borrowed.draft_rows[0]
         assert rows.is_mkldnn
-        assert stepper(heads) != heads.step
         for mine, its in zip(drafted(), expected, strict=True):
             torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
         heads.bind(target)
