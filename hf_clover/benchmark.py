@@ -1,13 +1,16 @@
 """Measuring: several ways to generate from the same prompts, side by side in one run.
 
 Contract: `measure` runs every method on a prompt before it goes to the next prompt, so that whatever else the machine
-does meets all methods alike, and repeats that. It reports medians and ranges, never a best case, and compares every
-token with plain generate's. A method that cannot run at a setting has the reason in its row instead of figures. What
-is drawn from the figures, and how they get onto a screen, is not known here.
+does meets all methods alike, and repeats that. A question of several turns is one conversation: a turn's prompt holds
+the turns before it with the answers that this method gave. It reports medians and ranges, never a best case, and
+compares every token with plain generate's. A method that cannot run at a setting has the reason in its row instead of
+figures. What is drawn from the figures, and how they get onto a screen, is not known here.
 
-Tokens per forward: tokens emitted for each target forward that a row took part in. Speedup: tokens per second over
-those of plain generate in the same repeat; with packed weights, of heads over plain generate that has packed weights
-too. Efficiency: the second over the first, 1 where drafting and checking cost nothing.
+Tokens per forward: tokens emitted for each target forward that a row took part in, the prompt's included. Mean
+accepted tokens, as Spec-Bench's leaderboard has them: the same without the prompt's forward and its token; the
+target's own token of each step, the bonus, counts in both. Speedup: tokens per second over those of plain generate in
+the same repeat; with packed weights, of heads over plain generate that has packed weights too. Efficiency: speedup
+over tokens per forward, 1 where drafting and checking cost nothing.
 """
 
 import copy
@@ -19,21 +22,27 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import partial
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .decoding.record import Speculation, speculations
 from .hub import provenance
 from .modeling_clover import CloverHeads
 from .packing import pack_for_cpu
+from .prompts import Question
+from .variants import CHOICES
+
+logger = logging.get_logger(__name__)
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
 
@@ -96,20 +105,40 @@ def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
     return found
 
 
-def parse_method(text: str, target: PreTrainedModel) -> Method:
-    """What to compare with: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other heads)."""
+def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHeads] | None = None) -> Method:
+    """What to compare with: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other heads).
+
+    Heads may have a size and a tree behind their name: "NAME@8:HEADS", "NAME@7-chain:HEADS", "NAME@auto-levels:HEADS".
+
+    Args:
+        loaded: heads by their folder or id, and those that `text` may name without one ("heads@8"); what is not in it
+            is loaded and put there.
+    """
     name, _, path = text.partition(":")
+    name, has_size, size = name.partition("@")
     if text == "prompt-lookup":
         return Method(text, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}, is_exact=False)
-    if not path:
+    loaded = {} if loaded is None else loaded
+    if not name or not (path or name in loaded):
         raise ValueError(
             f"`against={text!r}` is no method: it must be 'prompt-lookup', 'assistant:MODEL' or 'NAME:HEADS', such as "
-            "'medusa:my-medusa-heads'."
+            "'medusa:my-medusa-heads', or with a fixed size 'medusa@8:my-medusa-heads'."
+        )
+    count, _, tree = (size if has_size else "auto").partition("-")
+    is_count = count == "auto" or (count.isdecimal() and int(count) > 0)
+    if not is_count or tree not in ("", *CHOICES["draft_tree"]) or (has_size and name == "assistant"):
+        raise ValueError(
+            f"`against={text!r}`: behind the `@` of heads stands a number of nodes or auto, and if wanted a tree "
+            f"({', '.join(CHOICES['draft_tree'])}), as in 'medusa@8:HEADS' or 'medusa@7-chain:HEADS'."
         )
     if name == "assistant":
         assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
         return Method(text, {"assistant_model": assistant}, is_exact=False)
-    return with_heads(CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device), name)
+    if path and path not in loaded:
+        loaded[path] = CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device)
+    return with_heads(
+        loaded[path or name], name if path else None, None if count == "auto" else int(count), tree or None
+    )
 
 
 # ---------------------------------------------------------------------- one run
@@ -118,16 +147,22 @@ def parse_method(text: str, target: PreTrainedModel) -> Method:
 @dataclass
 class _Run:
     seconds: float
-    new_tokens: int
-    sequences: torch.Tensor  # [B, L]
+    prompts: list[list[int]]
+    answers: list[list[int]]  # of each prompt, without padding
     stats: Speculation  # of plain and of other methods the tokens and forwards only
+    members: list[int] = field(default_factory=list)  # the numbers of the prompts
+    category: str | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.answers))
 
 
 @torch.no_grad()
 def _generate(
-    target: PreTrainedModel, method: Method, batch: dict[str, torch.Tensor], seed: int, options: dict[str, Any]
+    target: PreTrainedModel, method: Method, prompts: list[list[int]], seed: int, options: dict[str, Any]
 ) -> _Run:
-    forwards = 0
+    batch, forwards = batch_of(prompts, options["pad_token_id"], target.device), 0
 
     def count(*_: Any) -> None:
         nonlocal forwards
@@ -149,21 +184,23 @@ def _generate(
         if hook is not None:
             hook.remove()
     width = batch["input_ids"].shape[1]
-    new_tokens = _count_new(sequences[:, width:], target.generation_config.eos_token_id)
+    answers = _until_end(sequences[:, width:], target.generation_config.eos_token_id)
+    new_tokens = sum(map(len, answers))
     if not method.options:  # a row takes part in as many forwards as it emits tokens
         forwards, row_forwards = sequences.shape[1] - width, new_tokens
     else:  # other methods have one row
         row_forwards = forwards
     stats = records[0] if records else Speculation(forwards, row_forwards, new_tokens)
-    return _Run(seconds, new_tokens, sequences, stats)
+    return _Run(seconds, prompts, answers, stats)
 
 
-def _count_new(emitted: torch.Tensor, eos: int | list[int] | None) -> int:
+def _until_end(emitted: torch.Tensor, eos: int | list[int] | None) -> list[list[int]]:
     """Tokens [B, m] up to the end of each row; what comes after it is padding."""
     if eos is None:
-        return emitted.numel()
+        return emitted.tolist()
     ends = torch.isin(emitted, torch.tensor(eos, device=emitted.device)).int()
-    return int((ends.cumsum(1) - ends == 0).sum())
+    lengths = (ends.cumsum(1) - ends == 0).sum(1).tolist()
+    return [row[:length] for row, length in zip(emitted.tolist(), lengths)]
 
 
 def _synchronize(device: torch.device) -> None:
@@ -178,7 +215,7 @@ def measure(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: Sequence[Method],
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Question | list[int]],
     *,
     batch_size: int = 1,
     max_new_tokens: int = 128,
@@ -187,12 +224,19 @@ def measure(
     repeats: int = 3,
     seed: int = 0,
     progress: bool = True,
+    report: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a method, as in the JSON of [`benchmark`]. The first method must be [`plain`]."""
+    """One row a method, as in the JSON of [`benchmark`]. The first method must be [`plain`].
+
+    Args:
+        prompts: token ids, or conversations from [`~hf_clover.prompts.load_questions`]. A batch is of one category.
+        report: is called with the rows so far when all methods are through with a batch: those of the repeats that
+            are whole, and in the first repeat of what there is.
+    """
     if not methods or methods[0].name != "plain":
         raise ValueError("`methods` must begin with `plain()`: it is what the others are compared with.")
     pad = next((p for p in (tokenizer.pad_token_id, tokenizer.eos_token_id) if p is not None), 0)
-    batches = _batches(prompts, batch_size, pad, target.device)
+    groups = _groups(prompts, batch_size)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "pad_token_id": pad}
     if temperature > 0:
         options["temperature"] = temperature
@@ -200,56 +244,109 @@ def measure(
         options["cache_implementation"] = cache_implementation
     setting = {"batch_size": batch_size, "temperature": temperature, "cache": cache_implementation}
 
-    runs: list[list[list[_Run]]] = [[[] for _ in methods] for _ in range(repeats)]  # [repeat][method][batch]
+    runs: list[list[list[_Run]]] = [[[] for _ in methods] for _ in range(repeats)]  # [repeat][method][turn of a group]
+    differences: list[list[dict[str, Any]]] = [[] for _ in methods]
     skipped: dict[int, str] = {}
-    bar = tqdm(total=(repeats * len(batches) + 1) * len(methods), disable=not progress, unit="run", leave=False)
+    bar = tqdm(total=(repeats * len(groups) + 1) * len(methods), disable=not progress, unit="run", leave=False)
     bar.set_description(f"batch {batch_size}, temperature {temperature:g}, {cache_implementation}")
     peaks: list[dict[str, float]] = [{} for _ in methods]
+    first = [_asked(prompts[number], (), tokenizer) for number in groups[0]]
     for place, method in enumerate(methods):  # what a device does only once is neither timed nor counted
         try:
-            _generate(target, method, batches[0], seed, options)
+            _generate(target, method, first, seed, options)
             with _peak_memory(target.device) as peaks[place]:
-                _generate(target, method, batches[0], seed, options)
+                _generate(target, method, first, seed, options)
         except (ValueError, NotImplementedError) as error:
             if place == 0:
                 raise
             skipped[place] = str(error)
         bar.update()
+
+    def baseline(place: int) -> int:
+        """Plain generate with the same weights; of plain generate with packed ones, the other."""
+        of = methods[place]
+        mine = [at for at, other in enumerate(methods) if not other.options and other.target is of.target]
+        return mine[0] if mine and mine[0] not in skipped and of.options else 0
+
+    def rows(whole: int) -> list[dict[str, Any]]:
+        """Of so many repeats, but of what there is of the first at least."""
+        found = []
+        for place, method in enumerate(methods):
+            row = {"method": method.name, "nodes": method.nodes, "tree": method.tree, **setting}
+            if place in skipped:
+                found.append({**row, "skipped": skipped[place]})
+                continue
+            mine, its = ([repeat[of] for repeat in runs[: max(whole, 1)]] for of in (place, baseline(place)))
+            is_compared = temperature == 0 or method.is_exact
+            row |= _figures(mine, its, differences[place], is_compared)
+            row |= {"peak_memory_mib": peaks[place].get("mib"), "differences": differences[place], "skipped": None}
+            categories = {run.category: None for run in mine[0]}
+            if categories.keys() - {None}:
+                row["categories"] = {
+                    name: _figures(mine, its, differences[place], is_compared, name) for name in categories
+                }
+            found.append(row)
+        return found
+
     for repeat in range(repeats):
-        for number, batch in enumerate(batches):
-            for turn in range(len(methods)):
-                place = (turn + repeat + number) % len(methods)  # nobody always comes first
-                if place not in skipped:
-                    runs[repeat][place].append(_generate(target, methods[place], batch, seed + number, options))
-                bar.update()
+        for number, group in enumerate(groups):
+            questions = [prompts[member] for member in group]
+            category, turns = _kind(questions[0])
+            bar.set_postfix_str(f"question {number * batch_size + 1}" + (f", {category}" if category else ""))
+            said: list[list[list[str]]] = [[[] for _ in group] for _ in methods]  # each method's own answers
+            parted = set()  # rows whose conversation is another one by now
+            for turn in range(turns):
+                of_turn: dict[int, _Run] = {}
+                for shift in range(len(methods)):
+                    place = (shift + repeat + number) % len(methods)  # nobody always comes first
+                    if place in skipped:
+                        continue
+                    asked = [_asked(*it, tokenizer) for it in zip(questions, said[place])]
+                    run = _generate(target, methods[place], asked, seed + number + turn * len(groups), options)
+                    run.members, run.category = group, category
+                    of_turn[place] = run
+                    runs[repeat][place].append(run)
+                    if turn + 1 < turns:
+                        for answers, ids in zip(said[place], run.answers):
+                            answers.append(tokenizer.decode(ids, skip_special_tokens=True))
+                for place, run in of_turn.items():
+                    if repeat == 0 and place and (temperature == 0 or methods[place].is_exact):
+                        for row, position, margin in _differences(
+                            methods[place].target or target, run, of_turn[baseline(place)]
+                        ):
+                            if (place, row) not in parted:
+                                where = {"prompt": group[row], "position": position, "margin": _number(margin)}
+                                if isinstance(questions[row], Question):
+                                    where |= {"turn": turn + 1, "question": questions[row].id, "category": category}
+                                differences[place].append(where)
+                                parted.add((place, row))
+            bar.update(len(methods))
+            if report is not None:
+                report(rows(repeat + (number + 1 == len(groups))))
     bar.close()
-    rows = []
-    for place, method in enumerate(methods):
-        row = {"method": method.name, "nodes": method.nodes, "tree": method.tree, **setting}
-        if place in skipped:
-            rows.append({**row, "skipped": skipped[place]})
-            continue
-        of_method = [runs[repeat][place] for repeat in range(repeats)]
-        # That of the same weights; of plain generate with packed ones, the other.
-        mine = [at for at, other in enumerate(methods) if not other.options and other.target is method.target]
-        baseline = mine[0] if mine and mine[0] not in skipped and method.options else 0
-        of_plain = [runs[repeat][baseline] for repeat in range(repeats)]
-        row |= _speeds(of_method, of_plain) | {"peak_memory_mib": peaks[place].get("mib")}
-        if temperature == 0 or method.is_exact:
-            differences = _differences(method.target or target, of_method[0], of_plain[0], batches)
-            row |= {"identical": not differences, "differences": differences}
-        else:
-            row |= {"identical": None, "differences": []}
-        rows.append({**row, "skipped": None})
-    return rows
+    return rows(repeats)
 
 
-def _batches(prompts: Sequence[list[int]], size: int, pad: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """The prompts in batches, padded on the left, beginning again with the first to fill the last one."""
-    batches = []
-    for first in range(0, len(prompts), size):
-        batches.append(batch_of([prompts[(first + i) % len(prompts)] for i in range(size)], pad, device))
-    return batches
+def _asked(prompt: Question | list[int], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return prompt.encode(tokenizer, answers) if isinstance(prompt, Question) else prompt
+
+
+def _kind(prompt: Question | list[int]) -> tuple[str | None, int]:
+    """Its category and how many turns it has."""
+    return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
+
+
+def _groups(prompts: Sequence[Question | list[int]], size: int) -> list[list[int]]:
+    """Numbers of prompts that are one batch: of one kind, those of different kinds in turn. The last batch of a kind
+    begins again with its first, to be full."""
+    by_kind: dict[tuple[str | None, int], list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_kind.setdefault(_kind(prompt), []).append(number)
+    batches = [
+        [[alike[(first + i) % len(alike)] for i in range(size)] for first in range(0, len(alike), size)]
+        for alike in by_kind.values()
+    ]
+    return [batch for round_ in zip_longest(*batches) for batch in round_ if batch is not None]
 
 
 def batch_of(prompts: Sequence[list[int]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -260,55 +357,69 @@ def batch_of(prompts: Sequence[list[int]], pad: int, device: torch.device) -> di
     return {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
 
 
-def _speeds(repeats: list[list[_Run]], baseline: list[list[_Run]]) -> dict[str, Any]:
+def _figures(
+    repeats: list[list[_Run]],
+    baseline: list[list[_Run]],
+    differences: list[dict[str, Any]],
+    is_compared: bool,
+    category: str | None = None,
+) -> dict[str, Any]:
+    """Of the runs of a category, or of all."""
+
     def speed(runs: list[_Run]) -> float:
         return sum(run.new_tokens for run in runs) / sum(run.seconds for run in runs)
 
+    if category is not None:
+        repeats, baseline = (
+            [[r for r in runs if r.category == category] for runs in of] for of in (repeats, baseline)
+        )
+        differences = [difference for difference in differences if difference["category"] == category]
     speeds = [speed(runs) for runs in repeats]
     speedups = [mine / speed(theirs) for mine, theirs in zip(speeds, baseline)]
     speedup = statistics.median(speedups)
     records = [run.stats for runs in repeats for run in runs]
     forwards = sum(record.row_forwards for record in records)
-    per_forward = sum(record.new_tokens for record in records) / max(forwards, 1)
+    new_tokens = sum(record.new_tokens for record in records)
+    per_forward = new_tokens / max(forwards, 1)
     seconds = {part: sum(getattr(r, f"{part}_seconds") for r in records) for part in ("draft", "verify", "walk")}
     total = sum(run.seconds for runs in repeats for run in runs)
     seconds["other"] = max(0.0, total - sum(seconds.values()))
-    trees = max(forwards - sum(len(run.sequences) for runs in repeats for run in runs), 1)  # the prompt has none
+    answers = sum(len(run.answers) for runs in repeats for run in runs)
+    trees = max(forwards - answers, 1)  # the prompt has none
     deepest = max(len(record.accepted_by_depth) for record in records)
     by_depth = [sum(sum(record.accepted_by_depth[d : d + 1]) for record in records) for d in range(deepest)]
+    lengths = [len(prompt) for run in repeats[0] for prompt in run.prompts]
     return {
+        "questions": len({member for run in repeats[0] for member in run.members}),
+        "turns": len(lengths),
+        "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
         "tokens_per_second": statistics.median(speeds),
         "tokens_per_second_range": [min(speeds), max(speeds)],
         "tokens_per_forward": per_forward,
+        "mean_accepted_tokens": (new_tokens - answers) / trees if forwards > answers else 1.0,
         "speedup": speedup,
         "speedup_range": [min(speedups), max(speedups)],
         "efficiency": speedup / per_forward,
         "seconds": {part: value / len(repeats) for part, value in seconds.items()},
         "acceptance_by_depth": [count / trees for count in by_depth],
+        "identical": not differences if is_compared else None,
     }
 
 
 @torch.no_grad()
-def _differences(
-    target: PreTrainedModel, runs: list[_Run], baseline: list[_Run], batches: list[dict[str, torch.Tensor]]
-) -> list[dict[str, Any]]:
-    """Where a row first leaves plain generate's text, and by how much the target prefers plain's token there."""
-    found = []
-    for number, (run, plain_run, batch) in enumerate(zip(runs, baseline, batches)):
-        for row, (mine, its) in enumerate(zip(run.sequences.tolist(), plain_run.sequences.tolist())):
-            if mine == its:
-                continue
-            place = next((i for i, (a, b) in enumerate(zip(mine, its)) if a != b), min(len(mine), len(its)))
-            margin = math.nan
-            if place < min(len(mine), len(its)):
-                start = int((batch["attention_mask"][row] == 0).sum())
-                ids = torch.tensor([its[start:place]], device=target.device)
-                logits = target(ids).logits[0, -1].float()
-                margin = float(logits[its[place]] - logits[mine[place]])
-            size = len(run.sequences)
-            position = place - batch["input_ids"].shape[1]
-            found.append({"prompt": number * size + row, "position": position, "margin": _number(margin)})
-    return found
+def _differences(target: PreTrainedModel, run: _Run, plain_run: _Run) -> Iterator[tuple[int, int, float]]:
+    """Row, place and margin: where an answer first leaves plain generate's, and by how much the target prefers plain's
+    token there."""
+    for row, (mine, its) in enumerate(zip(run.answers, plain_run.answers)):
+        if mine == its:
+            continue
+        place = next((i for i, (a, b) in enumerate(zip(mine, its)) if a != b), min(len(mine), len(its)))
+        margin = math.nan
+        if place < min(len(mine), len(its)):
+            ids = torch.tensor([plain_run.prompts[row] + its[:place]], device=target.device)
+            logits = target(ids).logits[0, -1].float()
+            margin = float(logits[its[place]] - logits[mine[place]])
+        yield row, place, margin
 
 
 def _number(value: float) -> float | None:
@@ -355,7 +466,7 @@ def benchmark(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     methods: Sequence[Method],
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Question | list[int]],
     *,
     prompt_set: str = "stand-in",
     batch_sizes: Sequence[int] = (1,),
@@ -365,9 +476,24 @@ def benchmark(
     repeats: int = 3,
     seed: int = 0,
     progress: bool = True,
+    report: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Every method at every setting, with what a reader must know to believe the figures."""
-    rows = []
+    """Every method at every setting, with what a reader must know to believe the figures.
+
+    Args:
+        report: is called with the result so far after every batch of prompts, so that it can be kept.
+    """
+    prompts, left_out = _that_fit(target, tokenizer, prompts, max_new_tokens)
+    result = {
+        "kind": "benchmark",
+        **circumstances(target, prompt_set, prompts, max_new_tokens),
+        **_template(tokenizer, prompts),
+        "left_out": left_out,
+        "repeats": repeats,
+        "seed": seed,
+        "is_whole": False,
+    }
+    rows: list[dict[str, Any]] = []
     for cache, temperature, size in product(cache_implementations, temperatures, batch_sizes):
         rows += measure(
             target,
@@ -381,18 +507,65 @@ def benchmark(
             repeats=repeats,
             seed=seed,
             progress=progress,
+            report=None if report is None else partial(_report_on, report, result, list(rows)),
         )
-    return {
-        "kind": "benchmark",
-        **circumstances(target, prompt_set, prompts, max_new_tokens),
-        "repeats": repeats,
-        "seed": seed,
-        "rows": rows,
-    }
+    return {**result, "is_whole": True, "rows": rows}
+
+
+def _report_on(
+    report: Callable[[dict[str, Any]], None], result: dict[str, Any], before: list[dict], rows: list[dict]
+) -> None:
+    report({**result, "rows": before + rows})
+
+
+def _that_fit(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Question | list[int]],
+    max_new_tokens: int,
+) -> tuple[list[Question | list[int]], list[dict[str, Any]]]:
+    """The prompts for which the target has positions, their longest answers included, and what the others are."""
+    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    fit, left_out = [], []
+    for number, prompt in enumerate(prompts):
+        _, turns = _kind(prompt)
+        tokens = len(_asked(prompt, [""] * (turns - 1), tokenizer)) + turns * max_new_tokens
+        if most is None or tokens <= most:
+            fit.append(prompt)
+        else:
+            is_question = isinstance(prompt, Question)
+            left_out.append({"prompt": number, "question": prompt.id if is_question else None, "tokens": tokens})
+    if left_out:
+        longest = max(one["tokens"] for one in left_out)
+        said = (
+            f"{len(left_out)} of {len(prompts)} prompts are too long for the target's {most} positions (up to "
+            f"{longest} tokens, with `max_new_tokens={max_new_tokens}` for each answer)"
+        )
+        if not fit:
+            raise ValueError(f"{said}: pass shorter ones, or fewer `max_new_tokens`.")
+        logger.warning(f"{said}; they are left out.")
+    return fit, left_out
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question | list[int]]) -> dict[str, Any]:
+    """What the chat template makes of a question, and whether it lets the target think first, where it has a switch
+    for that."""
+    if getattr(tokenizer, "chat_template", None) is None or not any(isinstance(p, Question) for p in prompts):
+        return {"chat_template": None, "thinking": None}
+
+    def made(**switch: bool) -> str:
+        messages = [{"role": "user", "content": "QUESTION"}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+
+    thinking = None
+    for name in ("enable_thinking", "thinking"):
+        on, off = made(**{name: True}), made(**{name: False})
+        thinking = made() == on if on != off else thinking
+    return {"chat_template": made(), "thinking": thinking}
 
 
 def circumstances(
-    target: PreTrainedModel, prompt_set: str, prompts: Sequence[list[int]], max_new_tokens: int
+    target: PreTrainedModel, prompt_set: str, prompts: Sequence[Any], max_new_tokens: int
 ) -> dict[str, Any]:
     """What was asked of whom, where and when."""
     return {
@@ -410,8 +583,9 @@ def circumstances(
 def write(result: dict[str, Any], path: str | os.PathLike) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+    new = path.with_name(f"{path.name}.new")  # whoever is killed while writing has the one before
+    new.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return new.replace(path)
 
 
 __all__ = [

@@ -15,6 +15,7 @@ KINDS = (
     "the trainer_state.json of a CloverTrainer run",
 )
 _SWEPT = {"batch_size": "batch size", "nodes": "drafted nodes per step", "temperature": "temperature"}
+_SETTING = ("batch_size", "temperature", "cache")
 _SPEED, _SPEEDUP = "tokens per second", "times plain generate"
 _PER_FORWARD, _EFFICIENCY = "tokens per forward", "speedup / tokens per forward"
 
@@ -40,17 +41,57 @@ def _of_benchmark(result: Mapping[str, Any]) -> dict[str, Any]:
         reason = result["rows"][0]["skipped"]
         raise ValueError(f"no method of this benchmark could be measured, so there is nothing to draw: {reason}")
     swept = _swept(rows)
-    fixed = {name: rows[0].get(name) for name in ("batch_size", "temperature", "cache") if name != swept}
+    fixed = {name: rows[0].get(name) for name in _SETTING if name != swept}
     fixed = {name: value for name, value in fixed.items() if len(_values(rows, name)) == 1}
+    setting = ", ".join(filter(None, [f"{result['prompts']} prompts", said_of(fixed)]))
+    labels = [label_of(row, rows, swept) for row in rows]
+    panels = _bars(rows, labels) if swept is None else _sweep(rows, labels, swept)
+    panels = [*_by_category(rows), *panels]
+    return {"title": f"{result['target']}: {setting}", "note": _note(result), "panels": panels}
+
+
+def by_setting(rows: Iterable[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    """Rows that were measured side by side."""
+    settings: dict[tuple, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        settings.setdefault(tuple(row.get(name) for name in _SETTING), []).append(row)
+    return [(dict(zip(_SETTING, values)), several) for values, several in settings.items()]
+
+
+def said_of(setting: Mapping[str, Any]) -> str:
     said = {
         "batch_size": lambda size: f"batch size {size}",
         "temperature": lambda t: f"temperature {t:g}" if t else "greedy",
         "cache": lambda cache: f"{cache} cache",
     }
-    setting = ", ".join([f"{result['prompts']} prompts", *(said[name](value) for name, value in fixed.items())])
-    labels = [_label(row, rows, swept) for row in rows]
-    panels = _bars(rows, labels) if swept is None else _sweep(rows, labels, swept)
-    return {"title": f"{result['target']}: {setting}", "note": _note(result), "panels": panels}
+    return ", ".join(said[name](value) for name, value in setting.items())
+
+
+def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Speedup and tokens per forward of each setting, where questions have categories; first of all, then of each."""
+    panels, settings = [], by_setting(rows)
+    for setting, several in settings:
+        several = [row for row in several if row.get("categories") and row["method"] != "plain"]
+        if not several:
+            continue
+        names = {name: f"{name} ({one['questions']})" for name, one in several[0]["categories"].items()}
+        series = {}
+        for name in ("speedup", "tokens_per_forward"):
+            series[name] = [
+                _series(
+                    [row, *(row["categories"][category] for category in names)],
+                    label_of(row, several),
+                    [f"all ({row['questions']})", *names.values()],
+                    name,
+                )
+                for row in several
+            ]
+        where = f", {said_of(setting)}" if len(settings) > 1 else ""
+        reference = {"y": 1.0, "label": "plain generate"}
+        one = {"kind": "dots", "title": f"Speedup by category{where}", "ylabel": _SPEEDUP, "reference": reference}
+        other = {"kind": "dots", "title": f"Tokens per forward by category{where}", "ylabel": _PER_FORWARD}
+        panels += [{**one, "series": series["speedup"]}, {**other, "series": series["tokens_per_forward"]}]
+    return panels
 
 
 def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
@@ -67,7 +108,7 @@ def _swept(rows: list[Mapping[str, Any]]) -> str | None:
     return name if counts[name] > 1 else None
 
 
-def _label(row: Mapping[str, Any], rows: list[Mapping[str, Any]], swept: str | None) -> str:
+def label_of(row: Mapping[str, Any], rows: list[Mapping[str, Any]], swept: str | None = None) -> str:
     """The method, and whatever else tells this row from others of the same method."""
     alike = [r for r in rows if r["method"] == row["method"]]
     said = {
@@ -160,7 +201,8 @@ def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list
 
 def _note(result: Mapping[str, Any]) -> str:
     ranges = f"median of {result['repeats']} runs, with the lowest and the highest" if result["repeats"] > 1 else ""
-    what = [f"{result['num_prompts']} prompts, {result['max_new_tokens']} new tokens each", ranges]
+    broken_off = None if result.get("is_whole", True) else "broken off before all was measured"
+    what = [f"{result['num_prompts']} prompts, {result['max_new_tokens']} new tokens each", ranges, broken_off]
     where = [result.get("machine"), result.get("device"), result.get("dtype"), result.get("date")]
     lines = [what, where, [result.get("command")]]
     unlike = _values((row for row in result["rows"] if row.get("identical") is False), "method")
@@ -219,4 +261,4 @@ def _curve(log: list[Mapping[str, Any]], name: str, label: str) -> dict[str, Any
     return {"label": label, "x": list(values), "y": list(values.values())}
 
 
-__all__ = ["KINDS", "figure_of"]
+__all__ = ["KINDS", "by_setting", "figure_of", "label_of", "said_of"]

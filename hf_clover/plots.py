@@ -3,7 +3,7 @@
 Contract: `draw` knows no benchmark, experiment or training; whatever it draws is in the dictionary
 
     {"title": ..., "note": small print under the figure, "panels": [
-      {"kind": "lines" | "bars", "title": ..., "xlabel": ..., "ylabel": ...,
+      {"kind": "lines" | "bars" | "dots", "title": ..., "xlabel": ..., "ylabel": ...,
        "xscale": "linear" | "log2" | "log10",             # of lines; linear if absent
        "reference": {"y": 1.0, "label": ...},             # optional: a line to compare with
        "stacked": true,                                   # of bars: the series add up
@@ -11,8 +11,9 @@ Contract: `draw` knows no benchmark, experiment or training; whatever it draws i
                    "low": [...], "high": [...],           # optional: the range around each y
                    "dashed": true}]}]}                    # of lines, optional
 
-The x of bars are names of categories, and a category takes room only for the series that have it. Bars lie, so that
-long names can be read. A label has the same colour in all panels. matplotlib's global state is neither used nor
+The x of bars and dots are names of categories, and a category takes room only for the series that have it. Bars lie,
+so that long names can be read. Dots are for many categories of many series, whose values nobody could write beside
+them. A label has the same colour in all panels. matplotlib's global state is neither used nor
 changed.
 """
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _DPI = 175  # 1680 pixels at full width: two for each pixel of a column of text on the Hub
 _WIDE, _NARROW, _MARGIN = 9.6, 7.0, 0.15  # inches, as all lengths here
 _LINES_HEIGHT, _AROUND_BARS = 3.0, 1.05
-_BAR, _NAME, _GAP = 0.22, 0.32, 0.14  # a bar, the least room for a category's name, and between two
+_BAR, _DOT, _NAME, _GAP = 0.22, 0.09, 0.32, 0.14  # a bar, a dot, the least room for a category's name, and between two
 _MARKED = 40  # points of a line; more of them would be a caterpillar
 _MARKERS = "osD^vPX*"
 THEMES = {
@@ -183,14 +184,19 @@ def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
 
 
 def _height(panel: Mapping[str, Any]) -> float:
-    if panel["kind"] != "bars":
+    if panel["kind"] == "lines":
         return _LINES_HEIGHT
-    return _AROUND_BARS + sum(max(count * _BAR, _NAME) + _GAP for count in _places(panel).values())
+    return _AROUND_BARS + sum(_room(panel, count) for count in _places(panel).values())
+
+
+def _room(panel: Mapping[str, Any], count: int) -> float:
+    """Of a category with so many bars or dots."""
+    return max(count * (_BAR if panel["kind"] == "bars" else _DOT), _NAME) + _GAP
 
 
 def _places(panel: Mapping[str, Any]) -> dict[str, int]:
     """Category -> how many bars it has side by side, from the top; nothing for lines."""
-    if panel["kind"] != "bars":
+    if panel["kind"] == "lines":
         return {}
     counts = Counter(x for series in panel["series"] for x in series["x"])
     return dict.fromkeys(counts, 1) if panel.get("stacked") else dict(counts)
@@ -314,10 +320,14 @@ def _draw(
         _draw_lines(drawn, panel, looks)
     elif panel["kind"] == "bars":
         _draw_bars(drawn, panel, places, looks)
+    elif panel["kind"] == "dots":
+        _draw_dots(drawn, panel, places, looks)
     else:
-        raise ValueError(f"`kind={panel['kind']!r}` of the panel {panel['title']!r}: it must be 'lines' or 'bars'.")
+        raise ValueError(
+            f"`kind={panel['kind']!r}` of the panel {panel['title']!r}: it must be 'lines', 'bars' or 'dots'."
+        )
     if "reference" in panel:
-        line = axes.axvline if panel["kind"] == "bars" else axes.axhline
+        line = axes.axhline if panel["kind"] == "lines" else axes.axvline
         drawn.reference[panel["reference"]["label"]] = line(
             panel["reference"]["y"],
             color=axes.spines["left"].get_edgecolor(),
@@ -369,7 +379,7 @@ def _draw_bars(
     axes, counts, stacked = drawn.axes, _places(panel), bool(panel.get("stacked"))
     tops, middles, top = {}, {}, 0.0
     for category, count in places.items():  # downwards, in inches
-        room = max(count * _BAR, _NAME) + _GAP
+        room = _room(panel, count)
         middles[category] = top + room / 2
         tops[category] = middles[category] - counts[category] * _BAR / 2
         top += room
@@ -410,12 +420,46 @@ def _draw_bars(
     if len(panel["series"]) == 1 or all(set(series["x"]) == {series["label"]} for series in panel["series"]):
         drawn.series = {}  # each bar is named where it stands
     axes.set_xlim(min([0.0, *values]), most * 1.16)
-    axes.set_ylim(top, 0)
+    _name_categories(axes, panel, middles, top)
+
+
+def _name_categories(axes: "Axes", panel: Mapping[str, Any], middles: Mapping[str, float], bottom: float) -> None:
+    axes.set_ylim(bottom, 0)
     axes.set_yticks(list(middles.values()), [_wrapped(category) for category in middles])
     axes.tick_params(axis="y", length=0, labelcolor=axes.yaxis.label.get_color())
     axes.grid(True, axis="x", linewidth=0.8)
     axes.set_xlabel(textwrap.fill(panel.get("ylabel", ""), 60))
     axes.set_ylabel(textwrap.fill(panel.get("xlabel", ""), 40))
+
+
+def _draw_dots(
+    drawn: _Drawn, panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
+) -> None:
+    """A stripe for each category, and in it the series below each other, each with its range."""
+    axes, middles, bottom = drawn.axes, {}, 0.0
+    for number, (category, count) in enumerate(places.items()):
+        room = _room(panel, count)
+        middles[category] = bottom + room / 2
+        if number % 2 == 0:
+            axes.axhspan(bottom, bottom + room, color=axes.xaxis.get_gridlines()[0].get_color(), alpha=0.4, zorder=0)
+        bottom += room
+    counts, taken = _places(panel), Counter()
+    for series in panel["series"]:
+        colour, marker = looks[series["label"]]
+        points = []
+        for i, (category, value) in enumerate(zip(series["x"], series["y"])):
+            place = middles[category] + (taken[category] - (counts[category] - 1) / 2) * _DOT
+            taken[category] += 1
+            if value is None:
+                continue
+            points.append((value, place))
+            if "low" in series:
+                axes.plot([series["low"][i], series["high"][i]], [place] * 2, color=colour, linewidth=1.1, zorder=2)
+        drawn.series[series["label"]] = axes.plot(
+            *zip(*points), color=colour, marker=marker, markersize=4.5, linewidth=0, zorder=3
+        )[0]
+    axes.margins(x=0.04)
+    _name_categories(axes, panel, middles, bottom)
 
 
 def _write(axes: "Axes", text: str, x: float, y: float) -> None:

@@ -1,18 +1,25 @@
 """What to generate from: prompt sets by name, and the Python sources that every installation has.
 
-Contract: `load_prompts(name, tokenizer)` gives lists of token ids. `HELD_OUT` names modules of the standard library
-that the stand-in never sees in training; its prompts for measuring are taken from them and from nowhere else. Sources
-are read as files, never imported, and nothing is downloaded unless the name is a dataset's on the Hub.
+Contract: `load_questions(name, tokenizer)` gives conversations to hold, and `load_prompts` the token ids that each
+begins with. Of a set whose rows have a `category` both take one of each category in turn. `HELD_OUT` names modules of
+the standard library that the stand-in never sees in training; its prompts for measuring are taken from them and from
+nowhere else. Sources are read as files, never imported, and nothing is downloaded unless the name is a dataset's on
+the Hub.
 """
 
 import ast
 import json
 import sysconfig
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
+
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # Ordinary code and prose, of many authors and subjects; every Python from 3.10 on has them.
 HELD_OUT = (
@@ -21,64 +28,133 @@ HELD_OUT = (
     "textwrap", "timeit", "uuid", "wave", "zipapp",
 )  # fmt: skip
 STAND_IN = "stand-in"
+SPEC_BENCH = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "translation",
+    "summarization", "qa", "math_reasoning", "rag",
+)  # fmt: skip
+NO_CATEGORY = "none"  # of a question among others that have one
 _FIELDS = ("messages", "turns", "prompt", "question", "instruction", "text")  # of a question, the first that is there
 
 
+@dataclass(frozen=True)
+class Question:
+    """One conversation: what is said in each turn, where it waits for an answer before the next."""
+
+    turns: Sequence[list[dict[str, str]]]  # messages, without the answers
+    category: str | None = None
+    id: Any = None
+
+    def encode(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
+        """The prompt of the turn after so many answers: all that was said, through the chat template where there is
+        one, else as a text with an empty line between."""
+        messages = list(self.turns[0])
+        for answer, turn in zip(answers, self.turns[1:]):
+            messages += [{"role": "assistant", "content": answer}, *turn]
+        if tokenizer.chat_template is None:
+            return tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
 def load_prompts(name: str, tokenizer: Any, limit: int | None = None, split: str = "train") -> list[list[int]]:
-    """The first `limit` prompts of a set, as token ids.
+    """The first turns of [`load_questions`], as token ids."""
+    questions = load_questions(name, tokenizer, limit, split=split)
+    return [question.encode(tokenizer) if isinstance(question, Question) else question for question in questions]
+
+
+def load_questions(
+    name: str, tokenizer: Any, limit: int | None = None, per_category: int | None = None, split: str = "train"
+) -> list[Question | list[int]]:
+    """The first conversations of a set, always the same.
 
     Args:
-        name: "stand-in" (starts of functions that the stand-in has not seen); a file of questions such as Spec-Bench's
-            or MT-bench's (JSON lines with `turns`, of which the first is asked, or with another of the fields that
+        name: "stand-in" (starts of functions that the stand-in has not seen, as token ids); a file of questions such
+            as Spec-Bench's or MT-bench's (JSON lines with `turns` and `category`, or with another of the fields that
             datasets use); a .txt file with a prompt a line; or a dataset: a folder, or an id on the Hub.
-        tokenizer: its chat template is applied, where it has one, to everything but the stand-in's prompts.
+        limit: of all of them, one of each category in turn.
+        per_category: of each category.
     """
     if name == STAND_IN:
         prompts = [tokenizer(text).input_ids for text in islice(function_starts(), limit)]
     elif Path(name).suffix == ".txt":
         lines = Path(name).read_text(encoding="utf-8").splitlines()
-        prompts = [encode_question(line, tokenizer) for line in islice(filter(str.strip, lines), limit)]
+        prompts = [Question([_said(line)]) for line in islice(filter(str.strip, lines), limit)]
     else:
-        prompts = [encode_question(question_in(row), tokenizer) for row in islice(_rows(name, split), limit)]
+        prompts = list(islice(_questions(name, list(_rows(name, split)), per_category), limit))
     if not prompts:
         raise ValueError(f"`prompts={name!r}` holds no prompt.")
+    if per_category is not None and not any(isinstance(p, Question) and p.category is not None for p in prompts):
+        raise ValueError(f"`per_category={per_category}`: no prompt of {name!r} has a `category`; pass `num_prompts`.")
     return prompts
+
+
+def _said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
     if Path(name).suffix in (".jsonl", ".json"):
-        for line in Path(name).read_text(encoding="utf-8").splitlines():
+        for number, line in enumerate(Path(name).read_text(encoding="utf-8").split("\n"), start=1):
             if line.strip():
-                yield json.loads(line)
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"`prompts={name!r}`: line {number} is not JSON ({error}).") from error
+                if not isinstance(row, dict):
+                    raise ValueError(
+                        f'`prompts={name!r}`: line {number} is no JSON object, such as {{"turns": [...]}}.'
+                    )
+                yield row
         return
     from datasets import load_dataset
 
     yield from load_dataset(name, split=split)
 
 
-def question_in(row: dict[str, Any]) -> str | list[dict[str, str]]:
-    """A text, or messages up to the last that is not an answer."""
+def _categories_of(name: str, rows: list[dict[str, Any]]) -> list[str | None]:
+    """One for each row. What Spec-Bench does not know is taken as it is named, but said: it may be a slip of the
+    pen."""
+    given = [str(row["category"]) if row.get("category") else None for row in rows]
+    if not any(given):
+        return given
+    if None in given:
+        logger.warning(
+            f"`prompts={name!r}`: {given.count(None)} of {len(rows)} questions have no `category`; their results are "
+            f"those of {NO_CATEGORY!r}."
+        )
+    unknown = [repr(category) for category in dict.fromkeys(given) if category not in (None, *SPEC_BENCH)]
+    if unknown:
+        named = ", ".join(unknown[:5]) + (f" and {len(unknown) - 5} more" if len(unknown) > 5 else "")
+        logger.warning(f"`prompts={name!r}`: Spec-Bench has no category {named}; taken as named.")
+    return [category or NO_CATEGORY for category in given]
+
+
+def _questions(name: str, rows: list[dict[str, Any]], per_category: int | None) -> Iterator[Question]:
+    """One of each category, and again: whoever breaks off has seen all of them."""
+    by_category: dict[str | None, list[int]] = {}
+    for place, category in enumerate(_categories_of(name, rows)):
+        by_category.setdefault(category, []).append(place)
+    for places in zip_longest(*(several[:per_category] for several in by_category.values())):
+        for place, category in zip(places, by_category):
+            if place is not None:
+                row = rows[place]
+                yield Question(
+                    _turns_in(f"`prompts={name!r}`, question {place + 1}", row), category, row.get("question_id")
+                )
+
+
+def _turns_in(where: str, row: dict[str, Any]) -> list[list[dict[str, str]]]:
+    """A text is a turn, a list of texts one each; messages are one turn, up to the last that is not an answer."""
     field = next((field for field in _FIELDS if row.get(field)), None)
     if field is None:
-        raise ValueError(f"`prompts`: no field of {sorted(row)} is a prompt; known are {list(_FIELDS)}.")
-    value = row[field]
-    if field == "turns":
-        return value[0]
-    if isinstance(value, str):
-        return value
-    messages = list(value)
-    while len(messages) > 1 and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return messages
-
-
-def encode_question(question: str | list[dict[str, str]], tokenizer: Any) -> list[int]:
-    if tokenizer.chat_template is None:
-        if not isinstance(question, str):
-            question = "\n\n".join(message["content"] for message in question)
-        return tokenizer(question).input_ids
-    messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        raise ValueError(f"{where}: no field of {sorted(row)} is a prompt; known are {list(_FIELDS)}.")
+    value = list(row[field]) if isinstance(row[field], list) else [row[field]]
+    if all(isinstance(turn, str) and turn.strip() for turn in value):
+        return [_said(turn) for turn in value]
+    if not all(isinstance(message, dict) and "role" in message and "content" in message for message in value):
+        raise ValueError(f"{where}: `{field}` must hold texts, or messages with `role` and `content`; got {value!r}.")
+    while len(value) > 1 and value[-1]["role"] == "assistant":
+        value.pop()
+    return [value]
 
 
 # ---------------------------------------------------------------------- the standard library
@@ -126,4 +202,14 @@ def function_starts() -> Iterator[str]:
         yield from (start for start in round_of_modules if start is not None)
 
 
-__all__ = ["HELD_OUT", "STAND_IN", "function_starts", "functions", "held_out_sources", "load_prompts"]
+__all__ = [
+    "HELD_OUT",
+    "SPEC_BENCH",
+    "STAND_IN",
+    "Question",
+    "function_starts",
+    "functions",
+    "held_out_sources",
+    "load_prompts",
+    "load_questions",
+]

@@ -1,7 +1,8 @@
 """A benchmark's result on a screen.
 
-Contract: `table_of` turns rows of the benchmark's JSON into a table of rich, and `notes_of` says under it what a
-table cannot hold. Nothing is computed here but shares of the time.
+Contract: `table_of` turns rows of the benchmark's JSON into a table of rich, `category_tables_of` makes one by
+category of each setting whose questions have any, and `notes_of` says under them what a table cannot hold. Nothing
+is computed here but shares of the time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,6 +10,8 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from .figures import by_setting, label_of, said_of
 
 _SETTINGS = {"nodes": "nodes", "tree": "tree", "batch_size": "batch", "temperature": "temperature", "cache": "cache"}
 _PARTS = ("draft", "verify", "walk", "other")
@@ -61,9 +64,43 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     return [*figures, shares, "" if row["method"] == "plain" else identical]
 
 
+def category_tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
+    """One for each setting: categories below each other, methods beside each other."""
+    for setting, rows in by_setting(result["rows"]):
+        rows = [row for row in rows if row.get("categories") and row["method"] != "plain"]
+        if not rows:
+            continue
+        title = f"By category: speedup and tokens per forward, {said_of(setting)}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("category", no_wrap=True)
+        table.add_column("ques-\ntions", justify="right")
+        for row in rows:
+            table.add_column(label_of(row, rows), justify="right", overflow="fold")
+        for name, first in rows[0]["categories"].items():
+            table.add_row(name, str(first["questions"]), *(_pair(row["categories"][name]) for row in rows))
+        table.add_section()
+        table.add_row("all", str(rows[0]["questions"]), *(_pair(row) for row in rows))
+        yield table
+
+
+def _pair(figures: Mapping[str, Any]) -> str:
+    mark = "[red]≠[/]" if figures["identical"] is False else ""
+    return f"{mark}[bold]{figures['speedup']:.2f}x[/] {figures['tokens_per_forward']:.2f}"
+
+
 def notes_of(result: Mapping[str, Any]) -> Iterator[str]:
-    """Why a method was skipped, and where tokens differ."""
+    """What the prompts were, why a method was skipped, and where tokens differ."""
     notes: dict[str, None] = {}
+    if not result.get("is_whole", True):
+        notes["Broken off: the figures are of what was measured by then."] = None
+    if result.get("left_out"):
+        notes[f"{len(result['left_out'])} prompts are too long for the target and were left out."] = None
+    lengths = next((row["prompt_tokens"] for row in result["rows"] if row.get("prompt_tokens")), None)
+    if lengths is not None:
+        thinks = {None: "", True: "; thinking is on", False: "; thinking is off"}[result["thinking"]]
+        template = "none" if result["chat_template"] is None else repr(result["chat_template"])
+        said = f"{lengths['min']} to {lengths['max']} tokens (median {lengths['median']:g})"
+        notes[f"Prompts: {said}; chat template: {template}{thinks}."] = None
     for row in result["rows"]:
         if row["skipped"]:
             notes[f"{row['method']} was skipped: {row['skipped']}"] = None
@@ -74,6 +111,8 @@ def notes_of(result: Mapping[str, Any]) -> Iterator[str]:
             more = len(row["differences"]) - 1
             others = f" (and {more} more)" if more else ""
             place = f"prompt {difference['prompt']}, token {difference['position']}"
+            if difference.get("question") is not None:
+                place = f"question {difference['question']}, turn {difference['turn']}, token {difference['position']}"
             notes[f"{row['method']}: the first other token is at {place}{by}{others}"] = None
     yield from notes
 
@@ -90,4 +129,4 @@ def setting_of(result: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-__all__ = ["notes_of", "setting_of", "table_of"]
+__all__ = ["category_tables_of", "notes_of", "setting_of", "table_of"]

@@ -4,7 +4,7 @@ import json
 import sys
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,7 +17,6 @@ from .options import (
     GgufFile,
     Heads,
     NodeCounts,
-    NumPrompts,
     Pack,
     Prompts,
     Target,
@@ -32,10 +31,25 @@ def benchmark(
     heads: Heads = None,
     against: Annotated[
         list[str] | None,
-        typer.Option(help="prompt-lookup, assistant:MODEL (a smaller model) or NAME:HEADS.", show_default=False),
+        typer.Option(
+            help="prompt-lookup, assistant:MODEL (a smaller model) or NAME:HEADS. NAME@8:HEADS: 8 nodes per step; "
+            "NAME@7-chain:HEADS: a chain of 7; heads@7-chain: those of --heads.",
+            show_default=False,
+        ),
     ] = None,
     prompts: Prompts = "stand-in",
-    num_prompts: NumPrompts = 8,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many of them, one of each category in turn where they have one. Default: 8.",
+            show_default=False,
+        ),
+    ] = None,
+    per_category: Annotated[
+        int | None,
+        typer.Option(min=1, help="The first N of each category, in place of --num-prompts.", show_default=False),
+    ] = None,
     batch_size: BatchSizes = [1],  # noqa: B006
     nodes: NodeCounts = ["auto"],  # noqa: B006
     tree: Annotated[
@@ -58,49 +72,72 @@ def benchmark(
 
     All methods take turns in one run, prompt by prompt. With --pack, plain generate and the heads are measured with
     packed weights too, and those heads are compared with that plain generate. Options that are lists take several
-    values after one flag, and every combination is measured.
+    values after one flag, and every combination is measured. Questions of several turns are conversations, and where
+    they have categories (Spec-Bench's, MT-bench's) there is a table of those too. Ctrl-C ends with what is measured
+    by then, and --output holds it all along.
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
+    if num_prompts is not None and per_category is not None:
+        raise ValueError("`--num-prompts` and `--per-category` exclude each other: pass one of them.")
     counts, trees = checked(nodes, tree or [], cache), tree or [None]
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     from .. import benchmark as bench
-    from ..prompts import load_prompts
+    from ..prompts import load_questions
 
     methods = [bench.plain()]
     if assistant is not None:
         methods += [bench.with_heads(assistant, nodes=count, tree=shape) for shape, count in product(trees, counts)]
     if pack:
         methods += bench.packed(model, methods)
-    methods += [bench.parse_method(text, model) for text in against or []]
+    loaded = {} if assistant is None else {"heads": assistant, heads: assistant}
+    methods += [bench.parse_method(text, model, loaded) for text in against or []]
     if len(methods) == 1:
         raise ValueError("there is nothing to compare with plain generate: pass `--heads`, `--against` or `--pack`.")
-    result = bench.benchmark(
-        model,
-        tokenizer,
-        methods,
-        load_prompts(prompts, tokenizer, num_prompts),
-        prompt_set=prompts,
-        batch_sizes=batch_size,
-        temperatures=temperature,
-        cache_implementations=cache,
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        seed=seed,
-        progress=sys.stderr.isatty(),
-    )
+    limit = (num_prompts or 8) if per_category is None else None
+    latest: dict[str, Any] = {}
+
+    def keep(result: dict[str, Any]) -> None:
+        latest.update(result)
+        if output is not None:
+            bench.write(result, output)
+
+    try:
+        keep(
+            bench.benchmark(
+                model,
+                tokenizer,
+                methods,
+                load_questions(prompts, tokenizer, limit, per_category),
+                prompt_set=prompts,
+                batch_sizes=batch_size,
+                temperatures=temperature,
+                cache_implementations=cache,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                seed=seed,
+                progress=sys.stderr.isatty(),
+                report=keep,
+            )
+        )
+    finally:  # after Ctrl-C too
+        if latest:
+            _show(latest, output, as_json)
+
+
+def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
     if output is not None:
-        bench.write(result, output)
         typer.echo(f"Written to {output}; `hf-clover plot {output}` draws it.", err=True)
     if as_json:
         typer.echo(json.dumps(result))
         return
     from rich.console import Console
 
-    from ..tables import notes_of, table_of
+    from ..tables import category_tables_of, notes_of, table_of
 
     console = Console()
-    console.print(table_of(result))
+    for table in [table_of(result), *category_tables_of(result)]:
+        console.print(table)
     for note in notes_of(result):
         console.print(note, highlight=False, markup=False, soft_wrap=True)
 
