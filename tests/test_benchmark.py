@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_clover import CloverHeads, speculations
 from hf_clover.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
+from hf_clover.prompts import Question
 
 PROMPTS = [[1, 4, 2, 5, 3], [7, 3, 1], [2, 2, 9, 4]]
 NEW = 12
@@ -150,3 +151,71 @@ def test_bad_methods_are_refused(target, heads):
         parse_method("lookup", target)
     with pytest.raises(ValueError, match=r"`methods` must begin with `plain\(\)`"):
         run(target, [with_heads(heads)])
+
+
+class Letters:
+    """A token is a letter from `a` on; messages stand behind each other."""
+
+    pad_token_id, eos_token_id, chat_template = 0, None, "any"
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(chr(97 + i) for i in ids)
+
+    def apply_chat_template(self, messages, enable_thinking=True, tokenize=True, **_):
+        text = "".join(message["content"] for message in messages)
+        if not tokenize:
+            return text + ("<think>" if enable_thinking else "")
+        return {"input_ids": [ord(letter) - 97 for letter in text]}
+
+
+def question(number, category, *turns):
+    return Question([[{"role": "user", "content": turn}] for turn in turns], category, number)
+
+
+QUESTIONS = [question(7, "math", "bec", "hd"), question(8, "qa", "hdb"), question(9, "math", "cc", "je")]
+
+
+def test_turns_are_one_conversation_and_categories_have_their_figures(target, heads):
+    kept = []
+    result = benchmark(
+        target, Letters(), [plain(), with_heads(heads, nodes=8)], QUESTIONS, batch_sizes=(1, 2), max_new_tokens=NEW,
+        repeats=1, progress=False, report=kept.append,
+    )  # fmt: skip
+    for row in result["rows"]:
+        assert (row["questions"], list(row["categories"])) == (3, ["math", "qa"])
+        assert row["turns"] == {1: 5, 2: 6}[row["batch_size"]]
+        assert row["identical"]
+        assert row["categories"]["math"]["identical"]
+        assert row["prompt_tokens"]["max"] == 3 + NEW + 2, "the first turn and its answer are in the second's prompt"
+        assert row["categories"]["qa"]["prompt_tokens"] == {"min": 3, "median": 3, "max": 3}
+    forwards = 5 * NEW / result["rows"][1]["tokens_per_forward"]
+    wanted = (5 * NEW - 5) / (forwards - 5)  # without the prompts' forwards and their tokens
+    assert result["rows"][1]["mean_accepted_tokens"] == pytest.approx(wanted)
+    assert result["rows"][0]["mean_accepted_tokens"] == 1
+    assert result["rows"][1]["mean_accepted_tokens"] > 1.3, "drafts are accepted"
+    assert (result["thinking"], result["chat_template"]) == (True, "QUESTION<think>")
+    assert (result["is_whole"], [one["is_whole"] for one in kept]) == (True, [False] * 5)
+    assert [kept[i]["rows"][0]["questions"] for i in range(3)] == [1, 2, 3], "a run that is broken off leaves these"
+
+
+def test_prompts_that_do_not_fit_are_left_out(target, heads, caplog):
+    long = question(10, "qa", "b" * 2030, "c")
+    options = {"max_new_tokens": 10, "repeats": 1, "progress": False}
+    result = benchmark(target, Letters(), [plain()], [*QUESTIONS, long], **options)
+    assert result["left_out"] == [{"prompt": 3, "question": 10, "tokens": 2051}]
+    assert "1 of 4 prompts are too long for the target's 2048 positions (up to 2051 tokens" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"1 of 1 prompts are too long .*: pass shorter ones, or fewer `max_new_tokens`"
+    ):
+        benchmark(target, Letters(), [plain()], [long], **options)
+
+
+def test_heads_may_have_a_size_and_a_tree(target, heads):
+    loaded = {"heads": heads, "folder": heads}
+    chain = parse_method("heads@7-chain", target, loaded)
+    assert (chain.name, chain.nodes, chain.tree, chain.heads) == ("clover-x", 7, "chain", heads)
+    fixed = parse_method("mine@8:folder", target, loaded)
+    assert (fixed.name, fixed.nodes, fixed.tree) == ("mine", 8, None)
+    for bad in ("mine@few:folder", "mine@8-oak:folder", "mine@0:folder"):
+        with pytest.raises(ValueError, match=f"`against='{bad}'`: behind the `@` of heads stands a number of nodes"):
+            parse_method(bad, target, loaded)

@@ -75,6 +75,12 @@ RESULTS = {
     "batch sizes": benchmark(SWEEP),
     "tree sizes": benchmark([row("plain"), *NODES]),
     "temperatures": benchmark([row(m, temperature=t) for t in (0.0, 0.7, 1.0) for m in METHODS[:2]]),
+    "categories": benchmark(
+        [
+            {**row(m), "questions": 2, "categories": {c: {**row(m), "questions": 1} for c in ("math", "rag")}}
+            for m in METHODS
+        ]
+    ),
     "training": training(),
     "experiment": {"kind": "experiment", "figure": GROUPED},
 }
@@ -186,6 +192,16 @@ def test_tree_sizes_are_a_line_per_builder_beside_plain(pages):
     assert all(line.get_xdata().tolist() == [2, 4, 8, 16, 32, 64] for line in rest)
 
 
+def test_categories_are_dots_of_every_method_but_plain(pages):
+    page = pages["categories"]
+    speedup = panel(page, "Speedup by category")
+    assert [text.get_text() for text in speedup.get_yticklabels()] == ["all (2)", "math (1)", "rag (1)"]
+    assert labels_of(speedup.get_legend()) == [*METHODS[1:], "plain generate"]
+    dots = [line for line in speedup.lines if line.get_marker() not in ("None", None)]
+    assert [line.get_xdata()[0] for line in dots] == [1.5, 2.0, 2.5, 3.0]
+    assert panel(page, "Tokens per forward by category").get_xlabel() == "tokens per forward"
+
+
 def test_training_shows_held_out_figures_where_there_are(pages):
     page = pages["training"]
     assert labels_of(panel(page, "Loss").get_legend()) == ["training", "held-out"]
@@ -265,7 +281,7 @@ def test_what_cannot_be_drawn_is_refused_by_name(tmp_path, content, said):
 
 def test_an_unknown_panel_is_refused(tmp_path):
     figure = {"panels": [{"kind": "pie", "title": "Shares", "series": []}]}
-    with pytest.raises(ValueError, match=r"`kind='pie'` of the panel 'Shares'.*'lines' or 'bars'"):
+    with pytest.raises(ValueError, match=r"`kind='pie'` of the panel 'Shares'.*'lines', 'bars' or 'dots'"):
         draw(figure, tmp_path / "x.png")
 
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_clover.prompts import HELD_OUT, function_starts, functions, held_out_sources, load_prompts
+from hf_clover.prompts import HELD_OUT, function_starts, functions, held_out_sources, load_prompts, load_questions
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -85,3 +85,56 @@ def test_what_holds_no_prompts_says_so(tokenizer, tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"number": 3}\n')
     with pytest.raises(ValueError, match=r"no field of \['number'\] is a prompt; known are \['messages', 'turns'"):
         load_prompts(str(tmp_path / "odd.jsonl"), tokenizer)
+
+
+def questions_in(tmp_path, rows):
+    path = tmp_path / "question.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def test_questions_are_taken_from_each_category_in_turn(tokenizer, tmp_path):
+    rows = [
+        {"question_id": i, "category": c, "turns": ["a", "b"]} for i, c in enumerate(("math", "math", "math", "qa"))
+    ]
+    name = questions_in(tmp_path, rows)
+    assert [question.id for question in load_questions(name, tokenizer)] == [0, 3, 1, 2]
+    assert [question.id for question in load_questions(name, tokenizer, limit=2)] == [0, 3]
+    assert [question.id for question in load_questions(name, tokenizer, per_category=2)] == [0, 3, 1]
+
+
+def test_a_turns_prompt_holds_the_turns_before_it(tokenizer, tmp_path):
+    (question,) = load_questions(questions_in(tmp_path, [{"prompt": ["First?", "Then?"]}]), tokenizer)
+    assert tokenizer.decode(question.encode(tokenizer, ["So."])) == "First?\n\nSo.\n\nThen?"
+    tokenizer.chat_template = TEMPLATE
+    said = "[user] First?\n[assistant] So.\n[user] Then?\n[answer]"
+    assert tokenizer.decode(question.encode(tokenizer, ["So."])) == said
+
+
+def test_unknown_and_missing_categories_are_told(tokenizer, tmp_path, caplog):
+    rows = [{"category": "math", "turns": ["a"]}, {"category": "maths", "turns": ["b"]}, {"turns": ["c"]}]
+    found = load_questions(questions_in(tmp_path, rows), tokenizer)
+    assert [question.category for question in found] == ["math", "maths", "none"]
+    assert "1 of 3 questions have no `category`; their results are those of 'none'" in caplog.text
+    assert "Spec-Bench has no category 'maths'; taken as named" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds no prompt"),
+        ('{"turns": [], "category": "qa"}', r"question 1: no field of \['category', 'turns'\] is a prompt"),
+        ('{"turns": ["a", 3]}', "question 1: `turns` must hold texts, or messages"),
+        ('{"turns": ["a"]}\n{"turns"', "line 2 is not JSON"),
+        ('[{"turns": ["a"]}]', "line 1 is no JSON object"),
+    ],
+)
+def test_bad_question_files(tokenizer, tmp_path, text, said):
+    (tmp_path / "q.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_questions(str(tmp_path / "q.jsonl"), tokenizer)
+
+
+def test_per_category_needs_categories(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"`per_category=2`: no prompt of .* has a `category`; pass `num_prompts`"):
+        load_questions(questions_in(tmp_path, [{"turns": ["a"]}]), tokenizer, per_category=2)
