@@ -89,7 +89,7 @@ def with_heads(
 
 
 def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
-    """The same with packed weights, of copies: plain generate and heads."""
+    """The same with packed weights, of copies."""
     packed_target = copy.deepcopy(target)
     pack_for_cpu(packed_target)
     copies: dict[CloverHeads | None, CloverHeads] = {}

@@ -70,11 +70,11 @@ def benchmark(
 ) -> None:
     """Measure heads, plain generate and other ways to be faster, side by side.
 
-    All methods take turns in one run, prompt by prompt. With --pack, plain generate and the heads are measured with
-    packed weights too, and those heads are compared with that plain generate. Options that are lists take several
-    values after one flag, and every combination is measured. Questions of several turns are conversations, and where
-    they have categories (Spec-Bench's, MT-bench's) there is a table of those too. Ctrl-C ends with what is measured
-    by then, and --output holds it all along.
+    All methods take turns in one run, prompt by prompt. With --pack all of them are measured with packed weights too,
+    and compared with plain generate that has them. Options that are lists take several values after one flag, and
+    every combination is measured. Questions of several turns are conversations, and where they have categories
+    (Spec-Bench's, MT-bench's) there is a table of those too. Ctrl-C ends with what is measured by then, and --output
+    holds it all along.
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
@@ -88,10 +88,10 @@ def benchmark(
     methods = [bench.plain()]
     if assistant is not None:
         methods += [bench.with_heads(assistant, nodes=count, tree=shape) for shape, count in product(trees, counts)]
-    if pack:
-        methods += bench.packed(model, methods)
     loaded = {} if assistant is None else {"heads": assistant, heads: assistant}
     methods += [bench.parse_method(text, model, loaded) for text in against or []]
+    if pack:
+        methods += bench.packed(model, methods)
     if len(methods) == 1:
         raise ValueError("there is nothing to compare with plain generate: pass `--heads`, `--against` or `--pack`.")
     limit = (num_prompts or 8) if per_category is None else None
