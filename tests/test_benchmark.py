@@ -192,7 +192,7 @@ def test_turns_are_one_conversation_and_categories_have_their_figures(target, he
     wanted = (5 * NEW - 5) / (forwards - 5)  # without the prompts' forwards and their tokens
     assert result["rows"][1]["mean_accepted_tokens"] == pytest.approx(wanted)
     assert result["rows"][0]["mean_accepted_tokens"] == 1
-    assert result["rows"][1]["mean_accepted_tokens"] > 1.3, "drafts are accepted"
+    assert result["rows"][1]["mean_accepted_tokens"] > 1.1, "drafts are accepted"
     assert (result["thinking"], result["chat_template"]) == (True, "QUESTION<think>")
     assert (result["is_whole"], [one["is_whole"] for one in kept]) == (True, [False] * 5)
     assert [kept[i]["rows"][0]["questions"] for i in range(3)] == [1, 2, 3], "a run that is broken off leaves these"
