@@ -45,7 +45,7 @@ def test_greedy_tokens_with_planted_trees(name, attention):
     assert min(depths) < 6, "some drafts must have been rejected"
 
 
-@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+@pytest.mark.parametrize("variant", ["clover-x", "clover-2", "clover", "medusa"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_and_same_seed_with_real_heads(name, variant):
     """Untrained heads with wide trees over a small vocabulary: some guesses are right by chance."""
