@@ -351,6 +351,9 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         metrics, num_tokens = self._head_metrics[mode].compute(self.accelerator)
         self._head_metrics[mode].reset()
         if mode == "train":
+            if not self._total_train_tokens:  # of the run that this one goes on from, as far as it was logged
+                before = (line["num_tokens"] for line in reversed(self.state.log_history) if "num_tokens" in line)
+                self._total_train_tokens = int(next(before, 0))
             self._total_train_tokens += num_tokens
         if metrics:
             metrics["num_tokens"] = float(self._total_train_tokens)

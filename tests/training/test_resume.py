@@ -47,6 +47,10 @@ def assert_equal_runs(resumed: CloverTrainer, unbroken: CloverTrainer) -> None:
     for name, tensor in resumed.model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     assert losses(resumed)[-2:] == losses(unbroken)[-2:]
+    counted = [
+        [line["num_tokens"] for line in run.state.log_history if "num_tokens" in line] for run in (resumed, unbroken)
+    ]
+    assert counted[0] == counted[1]
 
 
 def test_resume_after_a_kill_equals_an_unbroken_run(tmp_path: Path) -> None:
