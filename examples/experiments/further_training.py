@@ -34,7 +34,7 @@ from tasks import docstring_starts, in_turn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.prompts import encode_question, function_starts, question_in, standard_library
+from hf_clover.prompts import function_starts, load_questions, standard_library
 
 DEFAULTS = {
     **{name: GENERATION[name] for name in ("heads", "num_prompts", "max_new_tokens")},
@@ -67,7 +67,7 @@ def texts_to_fit(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
     """Texts of one kind as token ids, and what to call it."""
     if args.fit is None:
         return [tokenizer(page).input_ids for page in reference()], FITTED
-    rows = [json.loads(row) for row in Path(args.fit).read_text(encoding="utf-8").splitlines() if row.strip()]
+    rows = [json.loads(row) for row in Path(args.fit).read_text(encoding="utf-8").split("\n") if row.strip()]
     return [encode(row, tokenizer) for row in rows], Path(args.fit).stem
 
 
@@ -79,8 +79,8 @@ def prompts_by_kind(
         for name, texts in (("code", function_starts), ("docstrings", docstring_starts)):
             found[name] = [tokenizer(text).input_ids for text in islice(in_turn(texts()), args.num_prompts)]
     else:
-        for row in map(json.loads, Path(args.questions).read_text(encoding="utf-8").splitlines()):
-            found.setdefault(row["category"], []).append(encode_question(question_in(row), tokenizer))
+        for question in load_questions(args.questions, tokenizer, per_category=args.num_prompts):
+            found.setdefault(question.category, []).append(question.encode(tokenizer))
     return {name: prompts[: args.num_prompts] for name, prompts in found.items()}
 
 

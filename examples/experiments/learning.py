@@ -20,8 +20,6 @@ On a target of your own, with its own answers to learn from and questions to be 
 """
 
 import argparse
-import json
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_clover import CloverHeads
 from hf_clover.benchmark import Method, measure, plain, with_heads
 from hf_clover.plots import plot
-from hf_clover.prompts import encode_question, load_prompts, question_in
+from hf_clover.prompts import load_prompts, load_questions
 from hf_clover.target_parts import fingerprint
 
 DEPTH = 8  # of the longest chain that is looked at
@@ -262,14 +260,8 @@ class Course:
 
 def read_questions(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
     """The first turn of the first `per_category` questions of each category."""
-    rows = [json.loads(line) for line in Path(args.questions).read_text(encoding="utf-8").splitlines() if line.strip()]
-    count: Counter[str] = Counter()
-    found = []
-    for row in rows:
-        count[row["category"]] += 1
-        if count[row["category"]] <= args.per_category:
-            found.append((row["category"], encode_question(question_in(row), tokenizer)))
-    return found
+    questions = load_questions(args.questions, tokenizer, per_category=args.per_category)
+    return [(question.category, question.encode(tokenizer)) for question in questions]
 
 
 # ---------------------------------------------------------------------- the order
