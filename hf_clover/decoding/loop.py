@@ -6,9 +6,8 @@ tokens: greedy to the token, sampled from the same distribution and, at batch 1,
 Shapes: B batch, T prompt columns, n tree nodes, m walked nodes at most, d hidden size.
 """
 
-import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..modeling_clover import CloverHeads
-from ..target_parts import device_of
 from .budget import Budget, make_budget
 from .compiled_drafting import compiled_drafter
 from .drafting import CloverCandidateGenerator
@@ -61,7 +59,7 @@ def speculate(
         room -= text.max_length
     mode, picking = _habits(generation_config)
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, mode, picking, room), target)
-    stats, own_time = Speculation(), _own_time(target)
+    stats = Speculation()
     run = TargetRun(target, generation_config, model_kwargs, widest=budget.most_nodes + 1)
     known = run.adopt(their_cache)  # columns of an earlier turn
     keeps_cache = generation_config.return_dict_in_generate or _is_the_users(their_cache)
@@ -84,7 +82,7 @@ def speculate(
                 run.verify(root_only(torch.stack([row[-1] for row in text.live_rows()])))
                 continue
             unfinished = text.unfinished
-            with _clock(stats, "draft_seconds", own_time) as drafting:
+            with _clock(stats, "draft_seconds") as drafting:
                 tree = _draft(drafter, budget, text, run.cache.lengths, logits.shape[-1])
             with _clock(stats, "verify_seconds"):
                 logits = run.verify(tree)  # [B, n, V]
@@ -100,7 +98,7 @@ def speculate(
             stats.count(tree.size, walked, text.emitted - before)
             if not text.done or keeps_cache:
                 _take_in_walk(drafter, run, text, paths, start)
-            budget.learn(tree, walked, drafting.own_seconds, own_time() - drafting.own_ended)
+            budget.learn(tree, walked, drafting.seconds, time.perf_counter() - drafting.ended)
             if may_drop_rows and not text.done:
                 _drop_finished(drafter, run, text)
 
@@ -223,24 +221,14 @@ def _finished_cache(run: TargetRun, sequences: torch.Tensor, theirs: Any, synced
 
 @dataclass
 class _Clock:
-    own_seconds: float = 0.0
-    own_ended: float = 0.0
-
-
-def _own_time(target: PreTrainedModel) -> Callable[[], float]:
-    """The budget's clock: the processor's time of this thread, which does its share of every product and leaves out
-    what other programs take; or the wall's, where this thread waits for a device, a disk or other processes."""
-    waits = device_of(target).type != "cpu" or hasattr(target, "hf_device_map")
-    waits = waits or (torch.distributed.is_available() and torch.distributed.is_initialized())
-    # Windows counts a thread's time in ticks of 16 ms.
-    return time.perf_counter if waits or sys.platform == "win32" else time.thread_time
+    seconds: float = 0.0
+    ended: float = 0.0
 
 
 @contextmanager
-def _clock(stats: Speculation, name: str, own_time: Callable[[], float] | None = None) -> Iterator[_Clock]:
-    own_time = own_time or time.perf_counter
-    clock, started, own_started = _Clock(), time.perf_counter(), own_time()
+def _clock(stats: Speculation, name: str) -> Iterator[_Clock]:
+    clock, started = _Clock(), time.perf_counter()
     yield clock
-    clock.own_ended = own_time()
-    clock.own_seconds = clock.own_ended - own_started
-    setattr(stats, name, getattr(stats, name) + time.perf_counter() - started)
+    clock.ended = time.perf_counter()
+    clock.seconds = clock.ended - started
+    setattr(stats, name, getattr(stats, name) + clock.seconds)
