@@ -11,7 +11,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_clover.plots import THEMES, save, settings
+from hf_clover.measure.plots import THEMES, save, settings
 
 WIDTH, HEIGHT = 960, 625  # hundredths of an inch: two pixels of the README's column for each
 COLUMNS = (282, 432, 552, 672, 792, 899)  # the root, the heads' levels, the bonus

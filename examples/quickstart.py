@@ -17,10 +17,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import hf_clover  # noqa: F401  (from here on, `generate` takes Clover heads as the assistant)
-from hf_clover import plots
-from hf_clover.benchmark import benchmark, parse_method, plain, with_heads
-from hf_clover.live import generate_live
-from hf_clover.prompts import STAND_IN, load_prompts
+from hf_clover.apps.live import generate_live
+from hf_clover.measure import plots
+from hf_clover.measure.benchmark import benchmark, parse_method, plain, with_heads
+from hf_clover.measure.prompts import STAND_IN, load_prompts
 
 HERE = Path(__file__).resolve().parent
 TEMPERATURE, SEED = 0.7, 12

@@ -26,9 +26,10 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.benchmark import measure, plain, with_heads
-from hf_clover.hub import provenance, write_card, write_results
-from hf_clover.prompts import HELD_OUT, STAND_IN, held_out_sources, load_prompts, standard_library
+from hf_clover.hub.push import write_card, write_results
+from hf_clover.measure.benchmark import measure, plain, with_heads
+from hf_clover.measure.prompts import HELD_OUT, STAND_IN, held_out_sources, load_prompts, standard_library
+from hf_clover.measure.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,8 +77,8 @@ packages; the heads beside it are its draft heads.
 | held-out bits per character | {held_out_bits_per_character:.3f} |
 | machine | {machine} |
 
-Held out: modules of the standard library that it never saw, listed in `hf_clover.prompts.HELD_OUT`. Positions beyond
-512 were never trained.
+Held out: modules of the standard library that it never saw, listed in `hf_clover.measure.prompts.HELD_OUT`. Positions
+beyond 512 were never trained.
 """
 
 # ---------------------------------------------------------------------- text

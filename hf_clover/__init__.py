@@ -18,17 +18,17 @@ check_versions()
 _HOME = {
     "AcceptanceCallback": "training.callbacks",
     "CloverCandidateGenerator": "decoding.drafting",
-    "CloverConfig": "configuration_clover",
-    "CloverHeads": "modeling_clover",
+    "CloverConfig": "network.configuration_clover",
+    "CloverHeads": "network.modeling_clover",
     "CloverTrainer": "training.trainer",
     "CloverTrainingConfig": "training.config",
     "Speculation": "decoding.record",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
-    "pack_for_cpu": "packing",
+    "pack_for_cpu": "network.packing",
     "speculations": "decoding.record",
     "uninstall_hook": "decoding.hook",
-    "unpack": "packing",
+    "unpack": "network.packing",
 }
 
 __all__ = [
@@ -49,13 +49,13 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .configuration_clover import CloverConfig
     from .decoding.cache import TreeCache
     from .decoding.drafting import CloverCandidateGenerator
     from .decoding.hook import install_hook, uninstall_hook
     from .decoding.record import Speculation, speculations
-    from .modeling_clover import CloverHeads
-    from .packing import pack_for_cpu, unpack
+    from .network.configuration_clover import CloverConfig
+    from .network.modeling_clover import CloverHeads
+    from .network.packing import pack_for_cpu, unpack
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig
     from .training.trainer import CloverTrainer
@@ -74,7 +74,7 @@ def __dir__() -> list[str]:
 def _register_config() -> None:
     from transformers.models.auto.configuration_auto import AutoConfig
 
-    from .configuration_clover import CloverConfig
+    from .network.configuration_clover import CloverConfig
 
     AutoConfig.register(CloverConfig.model_type, CloverConfig, exist_ok=True)
 
@@ -82,8 +82,8 @@ def _register_config() -> None:
 def _register_model() -> None:
     from transformers.models.auto.modeling_auto import AutoModel
 
-    from .configuration_clover import CloverConfig
-    from .modeling_clover import CloverHeads
+    from .network.configuration_clover import CloverConfig
+    from .network.modeling_clover import CloverHeads
 
     AutoModel.register(CloverConfig, CloverHeads, exist_ok=True)
 
@@ -100,9 +100,9 @@ def _load(name: str) -> Callable[[], None]:
 
 # Importing an Auto class loads ours, and ours registers itself when complete, whichever of the two came first; so does
 # the hook. Transformers imports the Auto classes in the middle of its models, so ours may need none of those to load.
-when_imported("transformers.models.auto.configuration_auto", _load("configuration_clover"))
-when_imported("transformers.models.auto.modeling_auto", _load("modeling_clover"))
-when_imported(f"{__name__}.configuration_clover", _register_config)
-when_imported(f"{__name__}.modeling_clover", _register_model)
+when_imported("transformers.models.auto.configuration_auto", _load("network.configuration_clover"))
+when_imported("transformers.models.auto.modeling_auto", _load("network.modeling_clover"))
+when_imported(f"{__name__}.network.configuration_clover", _register_config)
+when_imported(f"{__name__}.network.modeling_clover", _register_model)
 when_imported("transformers.generation.utils", _load("decoding.hook"))
 when_imported(f"{__name__}.decoding.hook", _install_hook)

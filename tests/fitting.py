@@ -3,7 +3,7 @@
 import torch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.verify import capture_before_final_norm
+from hf_clover.decoding.target_run import capture_before_final_norm
 
 
 def fit(heads: CloverHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None) -> CloverHeads:

@@ -8,9 +8,10 @@ Contract: `draw(seed)` is one case, the same for the same seed: a target of test
 heads and their trees, a batch of prompts, processors, ways to stop, a cache, and one or more turns of a conversation.
 `run(case)` plays it plainly and with heads and says what was wrong. In float64, tokens, random numbers and a
 streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. In other
-dtypes decoding is greedy, and where tokens differ `hf_clover.verification.explain` says whether it was rounding.
-Drafts are in part planted (tests/oracle.py), so that every depth of acceptance occurs. Cases are numbered from
-`--seed` on; the state file holds the next number, counts per kind, and every case that failed, with how to repeat it.
+dtypes decoding is greedy, and where tokens differ `hf_clover.measure.losslessness.explain` says whether it was
+rounding. Drafts are in part planted (tests/oracle.py), so that every depth of acceptance occurs. Cases are numbered
+from `--seed` on; the state file holds the next number, counts per kind, and every case that failed, with how to repeat
+it.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from transformers.generation.streamers import BaseStreamer
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
-from hf_clover.verification import BUG, explain
+from hf_clover.measure.losslessness import BUG, explain
 
 VOCABULARY = 16
 EXACT = torch.float64

@@ -8,8 +8,8 @@ from fitting import fit
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_clover import CloverHeads, speculations
-from hf_clover.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
-from hf_clover.prompts import Question
+from hf_clover.measure.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
+from hf_clover.measure.prompts import Question
 
 PROMPTS = [[1, 4, 2, 5, 3], [7, 3, 1], [2, 2, 9, 4]]
 NEW = 12

@@ -20,8 +20,8 @@ from transformers import (
 
 from hf_clover.decoding import cache as cache_module
 from hf_clover.decoding.cache import BLOCK, TreeCache
+from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import Tree, chain_of, grow_global
-from hf_clover.decoding.verify import TargetRun
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 HEADS, DIM = 2, 3

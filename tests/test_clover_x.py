@@ -10,14 +10,15 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
-from hf_clover import CloverConfig, CloverHeads, blocks
-from hf_clover.blocks import followed, keep, last_place, places_along, stretches, values_at
-from hf_clover.cards import render
-from hf_clover.configuration_clover import VARIANTS
+from hf_clover import CloverConfig, CloverHeads
 from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.decoding.verify import capture_before_final_norm
-from hf_clover.scales import embedding_scale, hidden_state_scale
-from hf_clover.target_parts import find_decoder
+from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.hub.cards import render
+from hf_clover.making.scales import embedding_scale, hidden_state_scale
+from hf_clover.network import blocks
+from hf_clover.network.blocks import followed, keep, last_place, places_along, stretches, values_at
+from hf_clover.network.configuration_clover import VARIANTS
+from hf_clover.network.target_parts import find_decoder
 
 SIZE, VOCABULARY = 32, 24
 
@@ -374,7 +375,7 @@ def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
     assert (target.training, target.lm_head.training) == (True, False)
     assert not target.model.norm._forward_hooks
     monkeypatch.undo()
-    monkeypatch.setattr("hf_clover.scales.find_decoder", lambda target: (target, None, None))
+    monkeypatch.setattr("hf_clover.making.scales.find_decoder", lambda target: (target, None, None))
     assert hidden_state_scale(target) == 1.0
 
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, __version__, cli
-from hf_clover.chat import Conversation, ConversationFull, chat
+from hf_clover.apps.chat import Conversation, ConversationFull, chat
+from hf_clover.apps.live import LiveStreamer
 from hf_clover.cli import inputs
-from hf_clover.live import LiveStreamer, StepRecord
+from hf_clover.measure.step_record import StepRecord
 
 FIGURES = re.compile(r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s \((\d+) tokens, (\d+) forwards, [\d.]+ s\)")
 
@@ -483,7 +484,7 @@ def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, 
 
 
 def test_differences_are_told_with_their_margin():
-    from hf_clover.tables import notes_of, table_of
+    from hf_clover.measure.tables import notes_of, table_of
 
     row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
     speed = {"tokens_per_second": 50.0, "tokens_per_second_range": [40.0, 60.0], "tokens_per_forward": 2.0}

@@ -11,8 +11,8 @@ from transformers import StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.compiled_drafting import compiled_drafter
 from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.static_drafting import compiled_drafter
 
 VOCABULARY = 16
 KINDS = {

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.configuration_clover import VARIANTS
+from hf_clover.network.configuration_clover import VARIANTS
 
 TINY = dict(vocab_size=24, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
 

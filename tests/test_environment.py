@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hf_clover
 from hf_clover import cli
-from hf_clover.environment import PACKAGES, as_text, environment
+from hf_clover.measure.environment import PACKAGES, as_text, environment
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,7 +47,7 @@ def test_what_is_missing_is_said(monkeypatch):
     hf_clover.uninstall_hook()
     try:
         monkeypatch.delattr(GenerationMixin, "_prefill")
-        monkeypatch.setattr("hf_clover.environment.installed_version", {"torch": "1.2"}.get)
+        monkeypatch.setattr("hf_clover.measure.environment.installed_version", {"torch": "1.2"}.get)
         report = environment()
     finally:
         monkeypatch.undo()

@@ -13,8 +13,8 @@ import torch
 from tiny_text import save_folders
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from hf_clover.benchmark import measure, plain, with_heads
-from hf_clover.prompts import HELD_OUT, load_prompts, standard_library
+from hf_clover.measure.benchmark import measure, plain, with_heads
+from hf_clover.measure.prompts import HELD_OUT, load_prompts, standard_library
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STAND_IN = EXAMPLES / "stand_in"

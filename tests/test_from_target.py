@@ -24,11 +24,11 @@ from transformers.utils import logging as transformers_logging
 from zoo import ZOO, build
 
 from hf_clover import CloverHeads
-from hf_clover.configuration_clover import VARIANTS
-from hf_clover.decoding.verify import capture_before_final_norm
-from hf_clover.last_layer import copy_norm
-from hf_clover.modeling_clover import CloverRMSNorm
-from hf_clover.target_parts import find_decoder, fingerprint, unwrap
+from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.making.last_layer import copy_norm
+from hf_clover.network.configuration_clover import VARIANTS
+from hf_clover.network.modeling_clover import CloverRMSNorm
+from hf_clover.network.target_parts import find_decoder, fingerprint, unwrap
 
 VOCABULARY = 32
 TREE_TARGETS = [name for name, case in ZOO.items() if case.route == "tree"]

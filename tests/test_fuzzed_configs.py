@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.variants import CHOICES, VARIANTS
+from hf_clover.network.variants import CHOICES, VARIANTS
 
 TINY = dict(vocab_size=24, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
 FIELDS = [field.name for field in dataclasses.fields(CloverConfig) if field.init]

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, cli
-from hf_clover.loading import load_target, load_tokenizer
+from hf_clover.making.loading import load_target, load_tokenizer
 from hf_clover.training import script
 
 NAME = "tiny.Q8_0.gguf"
@@ -98,7 +98,7 @@ def test_in_every_command(folder):
 
 def test_serve_takes_it(folder, monkeypatch):
     served = []
-    monkeypatch.setattr("hf_clover.serving.serve", lambda *arguments: served.extend(arguments))
+    monkeypatch.setattr("hf_clover.apps.serving.serve", lambda *arguments: served.extend(arguments))
     call("serve", "--target", folder, "--gguf-file", NAME, "--heads", folder / "heads")
     assert isinstance(served[0], LlamaForCausalLM)
     assert served[1].eos_token == "</s>"

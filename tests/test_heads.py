@@ -18,10 +18,10 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, Ll
 
 import hf_clover
 from hf_clover import CloverConfig, CloverHeads, TreeCache
-from hf_clover.blocks import followed, keep, last_place, stretches
-from hf_clover.configuration_clover import VARIANTS
-from hf_clover.modeling_clover import CloverOutput
-from hf_clover.target_parts import unwrap
+from hf_clover.network.blocks import followed, keep, last_place, stretches
+from hf_clover.network.configuration_clover import VARIANTS
+from hf_clover.network.modeling_clover import CloverOutput
+from hf_clover.network.target_parts import unwrap
 
 SIZE, VOCABULARY, LENGTH = 16, 24, 9
 PACKAGE = Path(hf_clover.__file__).parent
@@ -436,7 +436,7 @@ def test_a_checkpoint_holds_head_weights_only(tmp_path):
     files = {file.name for file in tmp_path.iterdir() if file.suffix not in (".py", ".md")}
     assert files == {"config.json", "generation_config.json", "model.safetensors"}
     for file in tmp_path.glob("*.py"):  # the code that travels with the weights
-        assert file.read_text() == (PACKAGE / file.name).read_text()
+        assert file.read_text() == (PACKAGE / "network" / file.name).read_text()
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
     assert auto_map == {"AutoConfig": "configuration_clover.CloverConfig", "AutoModel": "modeling_clover.CloverHeads"}
 

@@ -38,7 +38,7 @@ assert seconds < 0.5, seconds
 assert {name for name in sys.modules if name.startswith("hf_clover.")} == {"hf_clover._lazy", "hf_clover._versions"}
 
 from hf_clover import CloverConfig, CloverHeads, TreeCache, install_hook  # lazy attributes
-assert CloverHeads.__module__ == "hf_clover.modeling_clover"
+assert CloverHeads.__module__ == "hf_clover.network.modeling_clover"
 assert set(hf_clover.__all__) <= set(dir(hf_clover))
 try:
     hf_clover.nonsense
@@ -66,7 +66,7 @@ STARTS = {
     "after AutoConfig": "from transformers import AutoConfig\nimport hf_clover",
     "after everything": "from transformers import AutoConfig, AutoModel, LlamaForCausalLM\nimport hf_clover",
     "heads first": "from hf_clover import CloverHeads",
-    "what heads are built of first": "import hf_clover.blocks",
+    "what heads are built of first": "import hf_clover.network.blocks",
     "the hook first": "from hf_clover import install_hook",
     "the loop first": "import hf_clover.decoding.loop",
 }
@@ -85,7 +85,8 @@ assert GenerationMixin._assisted_decoding.__wrapped__.__globals__["__name__"] ==
 assert GenerationMixin._assisted_decoding.__code__.co_filename.endswith("hook.py")
 assert not {"trl", "peft", "datasets", "matplotlib"} & set(sys.modules)
 finder = type(sys.modules["hf_clover._lazy"]._finder)
-for name in ("transformers.models.auto.modeling_auto", "hf_clover.modeling_clover", "transformers.generation.utils"):
+first, second = "transformers.models.auto.modeling_auto", "hf_clover.network.modeling_clover"
+for name in (first, second, "transformers.generation.utils"):
     loader = sys.modules[name].__spec__.loader
     assert not type(loader).__module__.startswith("hf_clover"), loader
 assert not sys.modules["hf_clover._lazy"]._waiting

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads
-from hf_clover.live import LiveStreamer, StepRecord, TokenText, generate_live
+from hf_clover.apps.live import LiveStreamer, TokenText, generate_live
+from hf_clover.measure.step_record import StepRecord
 
 NEW = 60
 GREEN = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m", re.DOTALL)

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
-from hf_clover import CloverHeads, cli, pack_for_cpu, packing, unpack
+from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
 from hf_clover.decoding.record import speculations
+from hf_clover.network import packing
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 VOCABULARY = 61

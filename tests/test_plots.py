@@ -11,8 +11,8 @@ import matplotlib
 import pytest
 from PIL import Image
 
-from hf_clover import plots
-from hf_clover.plots import THEMES, draw, figure_of, plot, settings
+from hf_clover.measure import plots
+from hf_clover.measure.plots import THEMES, draw, figure_of, plot, settings
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("plain", "clover-2", "medusa", "prompt-lookup", "assistant:my-org/some-model-0.5b")
@@ -255,7 +255,8 @@ def test_the_users_matplotlib_is_left_alone(tmp_path):
 
 
 def test_drawing_is_not_imported_before_something_is_drawn():
-    code = "import sys, hf_clover.plots; sys.exit(bool({'matplotlib', 'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, hf_clover.measure.plots as _; "
+    code += "sys.exit(bool({'matplotlib', 'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

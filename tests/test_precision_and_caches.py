@@ -13,7 +13,7 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.support import CloverWarning, choose_route
-from hf_clover.verification import NUMERICS, explain
+from hf_clover.measure.losslessness import NUMERICS, explain
 
 VOCABULARY, NEW = 24, 24
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}

@@ -8,7 +8,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_clover.prompts import HELD_OUT, function_starts, functions, held_out_sources, load_prompts, load_questions
+from hf_clover.measure.prompts import (
+    HELD_OUT,
+    function_starts,
+    functions,
+    held_out_sources,
+    load_prompts,
+    load_questions,
+)
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"

@@ -18,7 +18,8 @@ import uvicorn
 from tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, save_folders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_clover import CloverHeads, cli, serving
+from hf_clover import CloverHeads, cli
+from hf_clover.apps import serving
 from hf_clover.cli import serving as command
 
 NAME = "tiny"

@@ -19,11 +19,11 @@ from transformers import CompileConfig, GenerationConfig, StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import compiled
-from hf_clover.decoding.compiled import MOVES, NODE_COUNTS, StaticTreeCache, lent_cache
+from hf_clover.decoding import static_target as compiled
 from hf_clover.decoding.masks import additive, ancestors_of, plain_mask, visible_columns
+from hf_clover.decoding.static_target import MOVES, NODE_COUNTS, StaticTreeCache, lent_cache
+from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import Tree, root_only
-from hf_clover.decoding.verify import TargetRun
 
 NEW, WIDTH, LONGEST = 22, 9, 400
 

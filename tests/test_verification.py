@@ -10,11 +10,12 @@ from test_every_model import every_earlier_node
 from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
-from hf_clover import CloverHeads, cli, verification
+from hf_clover import CloverHeads, cli
 from hf_clover.decoding import support
 from hf_clover.decoding.cache import TreeCache
 from hf_clover.decoding.tree import Tree
-from hf_clover.verification import BUG, IDENTICAL, NUMERICS, explain, rounding_after, verify
+from hf_clover.measure import losslessness as verification
+from hf_clover.measure.losslessness import BUG, IDENTICAL, NUMERICS, explain, rounding_after, verify
 
 VOCABULARY = 24
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)

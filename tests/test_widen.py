@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_clover import CloverHeads
-from hf_clover.prompts import function_starts
+from hf_clover.measure.prompts import function_starts
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = ROOT / "examples" / "stand_in"

@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.target_parts import BorrowedParts
+from hf_clover.network.target_parts import BorrowedParts
 from hf_clover.training.losses import LossTerms, head_losses
 
 SHAPES = {  # hidden size, MLP size, attention heads, key and value heads, head dimension, vocabulary

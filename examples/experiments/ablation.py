@@ -28,8 +28,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
 from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.last_layer import LastLayer
-from hf_clover.scales import embedding_scale
+from hf_clover.making.last_layer import LastLayer
+from hf_clover.making.scales import embedding_scale
 
 DEFAULTS = {**TRAINING, "tokens": 100_000, "batch_size": 4, "nodes": (16,)}
 TOY = {**TOY_TRAINING, "tokens": 120, "nodes": (4,)}

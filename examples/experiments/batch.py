@@ -23,8 +23,8 @@ from common import (
     with_range,
 )
 
-from hf_clover.benchmark import measure, plain, with_heads
-from hf_clover.prompts import load_prompts
+from hf_clover.measure.benchmark import measure, plain, with_heads
+from hf_clover.measure.prompts import load_prompts
 
 DEFAULTS = {**GENERATION, "batch_sizes": (1, 2, 4, 8, 16, 24, 32, 48), "nodes": ("4", "24", "auto")}
 TOY = {**TOY_GENERATION, "batch_sizes": (1, 2), "nodes": ("4", "auto")}

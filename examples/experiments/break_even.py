@@ -28,8 +28,8 @@ from common import (
 )
 from continuations import load_data
 
-from hf_clover.benchmark import measure, plain, with_heads
-from hf_clover.prompts import load_prompts
+from hf_clover.measure.benchmark import measure, plain, with_heads
+from hf_clover.measure.prompts import load_prompts
 
 OF_GENERATION = {name: value for name, value in GENERATION.items() if name != "heads"}  # they are made here
 # The rate is the best that `sensitivity.py` found: heads that learn slowly do not pay for themselves here.

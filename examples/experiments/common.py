@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.benchmark import write
-from hf_clover.hub import provenance
-from hf_clover.plots import plot
+from hf_clover.measure.benchmark import write
+from hf_clover.measure.plots import plot
+from hf_clover.measure.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE.parent / "stand_in"

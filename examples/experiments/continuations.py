@@ -19,8 +19,8 @@ from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_clover.prompts import HELD_OUT, held_out_sources, standard_library
-from hf_clover.target_parts import fingerprint
+from hf_clover.measure.prompts import HELD_OUT, held_out_sources, standard_library
+from hf_clover.network.target_parts import fingerprint
 
 SHARE_HELD_OUT = 0.02  # of the user's data, its last rows, where it has no test split
 TEMPERATURE = 0.7  # of the continuations to learn from: greedy ones of a small model run in circles

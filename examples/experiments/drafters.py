@@ -26,9 +26,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.benchmark import batch_of
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.record import Speculation, speculations
+from hf_clover.measure.benchmark import batch_of
 from hf_clover.training.optimizers import MUON_RATE, muon_rate
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
 from hf_clover.training.teacher import Teacher

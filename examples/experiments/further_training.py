@@ -34,7 +34,7 @@ from tasks import docstring_starts, in_turn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.prompts import function_starts, load_questions, standard_library
+from hf_clover.measure.prompts import function_starts, load_questions, standard_library
 
 DEFAULTS = {
     **{name: GENERATION[name] for name in ("heads", "num_prompts", "max_new_tokens")},

@@ -35,10 +35,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Pre
 from widen import Shape, widen_heads, widen_target
 
 from hf_clover import CloverHeads
-from hf_clover.benchmark import Method, measure, parse_method, plain, with_heads, write
-from hf_clover.hub import provenance
-from hf_clover.plots import plot
-from hf_clover.prompts import load_prompts
+from hf_clover.measure.benchmark import Method, measure, parse_method, plain, with_heads, write
+from hf_clover.measure.plots import plot
+from hf_clover.measure.prompts import load_prompts
+from hf_clover.measure.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE.parent / "stand_in"

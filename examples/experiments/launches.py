@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop, tree
-from hf_clover.decoding.compiled_drafting import CompiledDrafter
 from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.decoding.verify import TargetRun
+from hf_clover.decoding.static_drafting import CompiledDrafter
+from hf_clover.decoding.target_run import TargetRun
 
 COUNTED = range(12, 24)  # steps
 LAYERS, VOCABULARY, NODES = 36, 2000, 24

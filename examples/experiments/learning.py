@@ -34,10 +34,10 @@ from rivals import admitted
 from transformers import PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads
-from hf_clover.benchmark import Method, measure, plain, with_heads
-from hf_clover.plots import plot
-from hf_clover.prompts import load_prompts, load_questions
-from hf_clover.target_parts import fingerprint
+from hf_clover.measure.benchmark import Method, measure, plain, with_heads
+from hf_clover.measure.plots import plot
+from hf_clover.measure.prompts import load_prompts, load_questions
+from hf_clover.network.target_parts import fingerprint
 
 DEPTH = 8  # of the longest chain that is looked at
 ROW = 256  # tokens of held-out text, at most, in which chains are looked at

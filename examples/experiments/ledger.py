@@ -16,8 +16,8 @@ from drafters import DRAFTERS
 from rich.console import Console
 from rich.table import Table
 
-from hf_clover.benchmark import write
-from hf_clover.hub import provenance
+from hf_clover.measure.benchmark import write
+from hf_clover.measure.provenance import provenance
 
 QUESTION = (
     "How fast do draft heads learn, and what are they worth in tokens per second, ours beside those of other papers?"

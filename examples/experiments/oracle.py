@@ -24,8 +24,8 @@ from common import HERE, PLAIN, finish, line, panel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.benchmark import measure, plain, with_heads
 from hf_clover.decoding import drafting, loop
+from hf_clover.measure.benchmark import measure, plain, with_heads
 
 SIZES = {  # about so many parameters
     "30M": dict(hidden_size=512, num_hidden_layers=8, num_attention_heads=8, intermediate_size=1408, vocab_size=4096),

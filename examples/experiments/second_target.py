@@ -20,8 +20,8 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
 
-from hf_clover.hub import provenance
-from hf_clover.prompts import held_out_sources
+from hf_clover.measure.prompts import held_out_sources
+from hf_clover.measure.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))

@@ -18,8 +18,8 @@ from common import GENERATION, TOY_GENERATION, finish, line, load_heads, load_ta
 from step_parts import PARTS, contexts_of, kernels_of, long_prompt, parts_of
 from tqdm.auto import tqdm
 
-from hf_clover.benchmark import batch_of, plain, with_heads
-from hf_clover.prompts import load_prompts
+from hf_clover.measure.benchmark import batch_of, plain, with_heads
+from hf_clover.measure.prompts import load_prompts
 
 DEFAULTS = {**GENERATION, "nodes": (2, 4, 8, 16, 24), "batch_sizes": (1, 4, 8), "contexts": (256, 1024, 2048, 4096)}
 TOY = {**TOY_GENERATION, "nodes": (2, 4), "batch_sizes": (1, 2), "contexts": (16, 32)}

@@ -15,8 +15,8 @@ from typing import Any
 
 from common import GENERATION, PLAIN, TOY_GENERATION, finish, line, load_heads, load_target, panel, parse
 
-from hf_clover.benchmark import measure, parse_method, plain, with_heads
-from hf_clover.prompts import function_starts, functions, held_out_sources
+from hf_clover.measure.benchmark import measure, parse_method, plain, with_heads
+from hf_clover.measure.prompts import function_starts, functions, held_out_sources
 
 DEFAULTS = {name: value for name, value in GENERATION.items() if name != "prompts"} | {"max_new_tokens": 96}
 TOY = {**TOY_GENERATION, "num_prompts": 1}

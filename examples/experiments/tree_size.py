@@ -23,8 +23,8 @@ from common import (
     with_range,
 )
 
-from hf_clover.benchmark import measure, plain, with_heads
-from hf_clover.prompts import load_prompts
+from hf_clover.measure.benchmark import measure, plain, with_heads
+from hf_clover.measure.prompts import load_prompts
 
 DEFAULTS = {**GENERATION, "nodes": (2, 4, 8, 16, 32, 64), "trees": ("global", "levels", "chain")}
 TOY = {**TOY_GENERATION, "nodes": (2, 4, 8)}

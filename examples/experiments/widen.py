@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.target_parts import fingerprint
+from hf_clover.network.target_parts import fingerprint
 
 MOST_OF_ANOTHER_ROW = 0.1  # in an extra id's row of lm_head, beside the padding token's
 

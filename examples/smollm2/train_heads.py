@@ -14,7 +14,7 @@ import torch
 from datasets import load_dataset
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
-from hf_clover.hub import write_card, write_results
+from hf_clover.hub.push import write_card, write_results
 
 HERE = Path(__file__).resolve().parent
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

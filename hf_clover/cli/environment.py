@@ -13,7 +13,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on
 
     Example: hf-clover env
     """
-    from ..environment import as_text, environment
+    from ..measure.environment import as_text, environment
 
     report = environment()
     typer.echo(json.dumps(report, indent=2) if as_json else as_text(report))

@@ -25,8 +25,8 @@ def load(
         target, heads = str(STAND_IN / "target"), heads or str(STAND_IN / "heads")
     import torch
 
-    from ..loading import load_target, load_tokenizer
-    from ..modeling_clover import CloverHeads
+    from ..making.loading import load_target, load_tokenizer
+    from ..network.modeling_clover import CloverHeads
 
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto" and device.type == "cpu":
@@ -37,7 +37,7 @@ def load(
     model = load_target(target, dtype=dtype, **code).to(device)
     assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(device)
     if pack:
-        from ..packing import pack_for_cpu
+        from ..network.packing import pack_for_cpu
 
         for each in (model, *([] if assistant is None else [assistant])):
             pack_for_cpu(each)

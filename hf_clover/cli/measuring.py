@@ -82,8 +82,8 @@ def benchmark(
         raise ValueError("`--num-prompts` and `--per-category` exclude each other: pass one of them.")
     counts, trees = checked(nodes, tree or [], cache), tree or [None]
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
-    from .. import benchmark as bench
-    from ..prompts import load_questions
+    from ..measure import benchmark as bench
+    from ..measure.prompts import load_questions
 
     methods = [bench.plain()]
     if assistant is not None:
@@ -133,7 +133,7 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from ..tables import category_tables_of, notes_of, table_of
+    from ..measure.tables import category_tables_of, notes_of, table_of
 
     console = Console()
     for table in [table_of(result), *category_tables_of(result)]:
@@ -152,7 +152,7 @@ def plot(
 
     Example: hf-clover plot result.json --out pictures
     """
-    from ..plots import plot as run
+    from ..measure.plots import plot as run
 
     for path in results:
         for picture in run(path, out):

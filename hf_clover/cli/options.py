@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..variants import CHOICES
+from ..network.variants import CHOICES
 
 
 class ManyValues(typer.core.TyperCommand):

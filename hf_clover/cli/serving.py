@@ -37,7 +37,7 @@ def serve(
         )
     if target is not None and heads is None:
         raise ValueError("`--heads` is missing: without heads, `transformers serve` serves the target.")
-    from ..serving import serve as run
+    from ..apps.serving import serve as run
 
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if num_assistant_tokens is not None:

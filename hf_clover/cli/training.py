@@ -77,7 +77,7 @@ def push(
 
     Example: hf-clover push runs/my-heads org/my-model-clover --private
     """
-    from ..hub import push_folder
+    from ..hub.push import push_folder
 
     commit = push_folder(
         folder,

@@ -53,8 +53,8 @@ def verify(
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
-    from .. import verification
-    from ..prompts import load_prompts
+    from ..measure import losslessness as verification
+    from ..measure.prompts import load_prompts
 
     result = verification.verify(
         model,

@@ -48,7 +48,8 @@ def generate(
     """
     text = prompt_of(prompt, file)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
-    from ..live import LiveStreamer, StepRecord, TokenText
+    from ..apps.live import LiveStreamer, TokenText
+    from ..measure.step_record import StepRecord
 
     settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
@@ -87,8 +88,8 @@ def chat(
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     from rich.console import Console
 
-    from ..chat import Conversation
-    from ..chat import chat as run
+    from ..apps.chat import Conversation
+    from ..apps.chat import chat as run
 
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on Windows

@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from ..modeling_clover import CloverHeads
-from ..target_parts import device_of
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import device_of
 from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory

@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
-from ..blocks import followed, keep, last_place, stretches
-from ..modeling_clover import CloverHeads
+from ..network.blocks import followed, keep, last_place, stretches
+from ..network.modeling_clover import CloverHeads
 from .cache import TreeCache
 from .foresight import Foresight
 from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ..modeling_clover import CloverHeads
-from ..target_parts import device_of, unwrap
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import device_of, unwrap
 from .budget import SIZES, check_nodes
 from .drafting import CloverCandidateGenerator
 from .hook import original, why_unavailable
@@ -20,7 +20,7 @@ from .loop import CloverGenerateOutput, speculate
 from .ranks import share_random_state
 from .record import Speculation, report
 from .support import Route, choose_route, warn
-from .verify import capture_before_final_norm
+from .target_run import capture_before_final_norm
 from .walk import Text
 
 logger = logging.get_logger(__name__)

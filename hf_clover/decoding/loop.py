@@ -16,16 +16,16 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..modeling_clover import CloverHeads
+from ..network.modeling_clover import CloverHeads
 from .budget import Budget, make_budget
-from .compiled_drafting import compiled_drafter
 from .drafting import CloverCandidateGenerator
 from .foresight import foresee
 from .ranks import shared_budget
 from .record import Speculation, report
+from .static_drafting import compiled_drafter
 from .support import warn
+from .target_run import TargetRun
 from .tree import Tree, chain_of, root_only, with_chain
-from .verify import TargetRun
 from .walk import Text, greedy_walk, replay
 
 CATCH_UP_BLOCK = 128

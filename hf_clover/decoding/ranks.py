@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 from transformers import PreTrainedModel
 
-from ..target_parts import device_of
+from ..network.target_parts import device_of
 from .budget import Budget
 from .tree import Tree
 from .walk import random_state, set_random_state

@@ -17,10 +17,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..target_parts import device_of
+from ..network.target_parts import device_of
 from .attention import TREE_ATTENTION, never_packed, shared_heads
+from .target_run import TargetRun, capture_before_final_norm, takes_positions
 from .tree import Tree
-from .verify import TargetRun, capture_before_final_norm, takes_positions
 from .walk import Text
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")

@@ -29,8 +29,9 @@ from transformers.generation import GenerationMode
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
-from ..hub import provenance, write_results
-from ..loading import gguf_file_of
+from ..hub.push import write_results
+from ..making.loading import gguf_file_of
+from ..measure.provenance import provenance
 from .row_by_row import decode, own_random_numbers, own_seed
 from .storage import write_whole
 

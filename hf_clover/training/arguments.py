@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from ..modeling_clover import CloverHeads
-from ..target_parts import unwrap
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import unwrap
 from .config import WITH_MUON, CloverTrainingConfig
 from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, MuonAndAdamW
 from .teacher import loading_whole

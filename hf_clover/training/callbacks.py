@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from ..live import StepRecord
-from ..target_parts import special_tokens_of, unwrap
+from ..measure.step_record import StepRecord
+from ..network.target_parts import special_tokens_of, unwrap
 from .data import prompts_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 
-from ..modeling_clover import CloverHeads
+from ..network.modeling_clover import CloverHeads
 
 logger = logging.get_logger(__name__)
 

@@ -1,14 +1,14 @@
 """What a run says of itself, for the results file and the card beside the heads.
 
-Contract: dictionaries in the form that `hf_clover.cards` describes, of what the trainer's state and arguments hold; a
-figure that was not measured is not there. This module does not know models or how training goes.
+Contract: dictionaries in the form that `hf_clover.hub.cards` describes, of what the trainer's state and arguments
+hold; a figure that was not measured is not there. This module does not know models or how training goes.
 """
 
 from typing import Any
 
 from transformers import TrainerState
 
-from ..hub import provenance
+from ..measure.provenance import provenance
 from .config import CloverTrainingConfig
 from .losses import TOP_K
 

@@ -29,9 +29,9 @@ from transformers.integrations.deepspeed import (
 from transformers.utils import logging
 from trl.models import prepare_deepspeed
 
-from ..loading import gguf_file_of, load_target
-from ..modeling_clover import CloverHeads
-from ..target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
+from ..making.loading import gguf_file_of, load_target
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
 
 logger = logging.get_logger(__name__)
 

@@ -24,10 +24,10 @@ from transformers import (
 from transformers.utils import logging
 from trl import SFTTrainer
 
-from ..hub import push_folder, write_card, write_results
-from ..loading import gguf_file_of, load_tokenizer
-from ..modeling_clover import CloverHeads
-from ..target_parts import unwrap
+from ..hub.push import push_folder, write_card, write_results
+from ..making.loading import gguf_file_of, load_tokenizer
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import unwrap
 from .arguments import (
     as_sft,
     check_optimizer,

@@ -13,8 +13,9 @@ import yaml
 from hub_models import RESULTS
 from huggingface_hub import DatasetCard, ModelCard
 
-from hf_clover import CloverConfig, hub
-from hf_clover.cards import is_hub_id, public_name, render
+from hf_clover import CloverConfig
+from hf_clover.hub import push as hub
+from hf_clover.hub.cards import is_hub_id, public_name, render
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
@@ -275,7 +276,9 @@ def test_the_wheel_holds_every_module_and_template(wheel):
 
 
 def test_cards_are_rendered_from_what_the_wheel_installs(site, client):
-    code = "import sys; from hf_clover import cards; print(cards.__file__); print(cards.render('heads', 'org/name', "
+    code = (
+        "import sys; from hf_clover.hub import cards; print(cards.__file__); print(cards.render('heads', 'org/name', "
+    )
     done = client(code + "config={'variant': 'medusa', 'num_heads': 3})); assert 'torch' not in sys.modules")
     assert Path(done.stdout.splitlines()[0]).is_relative_to(site)
     expected = render("heads", "org/name", config={"variant": "medusa", "num_heads": 3})

@@ -13,8 +13,8 @@ from hub_server import TOKEN
 from hub_xet import CLIENT
 from huggingface_hub import ModelCard
 
-from hf_clover.custom_generate import generate
-from hf_clover.hub import write_results
+from hf_clover.hub.custom_generate import generate
+from hf_clover.hub.push import write_results
 
 HEADS = "org/clover-heads"
 
@@ -27,7 +27,7 @@ def pushed(hub, client, folders, tmp_path_factory):
     before = hub.repositories["org/target"].branches["main"]
     out = client(f"""
 from hf_clover import CloverHeads
-from hf_clover.hub import push_folder, write_card
+from hf_clover.hub.push import push_folder, write_card
 heads = CloverHeads.from_pretrained({str(folders.heads)!r})
 first = heads.push_to_hub({HEADS!r}, results={RESULTS!r}, plots=[{str(plot)!r}], license="apache-2.0")
 print(first.oid)
@@ -90,7 +90,7 @@ def test_what_is_pushed(hub, pushed, folders):
 def test_the_code_on_the_hub_is_that_of_the_package(pushed, hub, site):
     files = hub.repositories[HEADS].files()
     for path in (path for path in files if path.endswith(".py")):
-        name = "custom_generate.py" if path.startswith("custom_generate/") else path
+        name = "hub/custom_generate.py" if path.startswith("custom_generate/") else f"network/{path}"
         assert files[path] == (site / "hf_clover" / name).read_bytes()
 
 
@@ -251,7 +251,7 @@ def test_a_dataset(hub, client, tmp_path):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
     Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
     write_results(tmp_path, regeneration={"model": "org/target", "samples": 2, "failed": 0})
-    client(f"from hf_clover.hub import push_folder; push_folder({str(tmp_path)!r}, 'org/answers')")
+    client(f"from hf_clover.hub.push import push_folder; push_folder({str(tmp_path)!r}, 'org/answers')")
     assert set(hub.repositories["datasets/org/answers"].files()) == {
         *(".gitattributes", "README.md", "clover_results.json", "train.parquet")
     }
@@ -260,7 +260,7 @@ def test_a_dataset(hub, client, tmp_path):
 
 def test_push_through_xet(hub, client, folders):
     """The way the client takes where it can; the other tests take git LFS."""
-    lines = f"from hf_clover.hub import push_folder; push_folder({str(folders.heads)!r}, 'org/through-xet')"
+    lines = f"from hf_clover.hub.push import push_folder; push_folder({str(folders.heads)!r}, 'org/through-xet')"
     client(lines, HF_HUB_DISABLE_XET=None, **CLIENT)
     assert any("/v1/xorbs/" in request for request in hub.requests)
     weights = hub.repositories["org/through-xet"].files()["model.safetensors"]

@@ -13,9 +13,9 @@ import pytest
 from hub_models import files_in
 from hub_server import TOKEN
 
-from hf_clover.cards import MARKER
+from hf_clover.hub.cards import MARKER
 
-PUSH = "from hf_clover.hub import push_folder; print(push_folder({0!r}, {1!r}, **{2!r}).oid)"
+PUSH = "from hf_clover.hub.push import push_folder; print(push_folder({0!r}, {1!r}, **{2!r}).oid)"
 
 
 @pytest.fixture

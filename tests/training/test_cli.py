@@ -10,7 +10,8 @@ from datasets import load_dataset
 from tiny import make_target, make_tokenizer
 from typer.testing import CliRunner
 
-from hf_clover import CloverHeads, cli, hub
+from hf_clover import CloverHeads, cli
+from hf_clover.hub import push as hub
 
 runner = CliRunner()
 COMMANDS = ("train", "regenerate", "push")

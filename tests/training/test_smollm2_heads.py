@@ -10,7 +10,7 @@ from tiny_text import CHAT_TEMPLATE, make_target, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_clover import CloverHeads
-from hf_clover.benchmark import benchmark, plain, with_heads, write
+from hf_clover.measure.benchmark import benchmark, plain, with_heads, write
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "train_heads.py"
 

@@ -14,7 +14,7 @@ from tiny import VOCAB, losses, make_args, make_target, make_tokenizer, make_tra
 from torch import nn
 
 from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.configuration_clover import VARIANTS
+from hf_clover.network.configuration_clover import VARIANTS
 from hf_clover.training.losses import TOKEN_LOSSES, count_hits
 from hf_clover.training.metrics import HeadMetrics
 

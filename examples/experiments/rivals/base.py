@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_clover import CloverConfig, CloverHeads, CloverTrainer
 from hf_clover.decoding import entry, loop
 from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.decoding.verify import TargetRun
+from hf_clover.decoding.target_run import TargetRun
 from hf_clover.training.teacher import Teacher
 
 

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_clover import CloverConfig, CloverTrainer
-from hf_clover.modeling_clover import CloverAttention, CloverMLP, CloverOutput, CloverRMSNorm
+from hf_clover.network.modeling_clover import CloverAttention, CloverMLP, CloverOutput, CloverRMSNorm
 from hf_clover.training.losses import prediction_mask, soft_cross_entropy
 
 from .base import RivalHeads

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_clover import CloverConfig
-from hf_clover.modeling_clover import CloverRMSNorm
+from hf_clover.network.modeling_clover import CloverRMSNorm
 
 from .base import linear
 from .block import SLOTS, BlockHeads

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_clover import CloverConfig
-from hf_clover.modeling_clover import AugmentingLayer
+from hf_clover.network.modeling_clover import AugmentingLayer
 
 from .drafting import EagleHeads, Rope
 

@@ -22,9 +22,9 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_clover import CloverConfig
-from hf_clover.decoding.verify import TargetRun
-from hf_clover.modeling_clover import CloverAttention, CloverMLP, CloverOutput, CloverRMSNorm
-from hf_clover.target_parts import find_decoder, unwrap
+from hf_clover.decoding.target_run import TargetRun
+from hf_clover.network.modeling_clover import CloverAttention, CloverMLP, CloverOutput, CloverRMSNorm
+from hf_clover.network.target_parts import find_decoder, unwrap
 from hf_clover.training.teacher import Teacher
 
 from .drafting import EagleHeads, Rope

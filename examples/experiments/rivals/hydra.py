@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_clover import CloverConfig
-from hf_clover.modeling_clover import AugmentingLayer, CloverRMSNorm, ResidualBlock
+from hf_clover.network.modeling_clover import AugmentingLayer, CloverRMSNorm, ResidualBlock
 
 from .base import RivalHeads, linear
 

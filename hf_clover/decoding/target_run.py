@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from ..target_parts import device_of, find_decoder
+from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
-from .compiled import (
+from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
+from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
     compiled_step,
@@ -30,7 +31,6 @@ from .compiled import (
     verify_step,
     wants_compiling,
 )
-from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
 from .tree import Tree
 
 Held = TypeVar("Held")

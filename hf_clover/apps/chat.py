@@ -13,7 +13,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .live import LiveStreamer, StepRecord
+from ..measure.step_record import StepRecord
+from .live import LiveStreamer
 
 if TYPE_CHECKING:
     from rich.console import Console

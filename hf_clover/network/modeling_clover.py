@@ -313,14 +313,14 @@ class CloverHeads(PreTrainedModel):
     @classmethod
     def from_target(cls, target: PreTrainedModel, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
         """New heads for `target`; `fields` are those of `CloverConfig`."""
-        return _package("interop").heads_from_target(cls, target, variant, fields)
+        return _package("making.from_target").heads_from_target(cls, target, variant, fields)
 
     @classmethod
     def from_reference_checkpoint(
         cls, folder: str | os.PathLike, target: PreTrainedModel, allow_pickle: bool = False
     ) -> "CloverHeads":
         """Heads trained with the papers' public reference, computing what the reference computes."""
-        return _package("interop").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
+        return _package("making.reference").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
 
     def generate_with(
         self, model: PreTrainedModel, input_ids: torch.Tensor, num_assistant_tokens: int | None = None, **kwargs: Any
@@ -376,7 +376,7 @@ class CloverHeads(PreTrainedModel):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Publish these heads with their model card in one commit; the arguments are those of `push_heads`."""
-        return _package("hub").push_heads(self, repo_id, **kwargs)
+        return _package("hub.push").push_heads(self, repo_id, **kwargs)
 
 
 def _package(module: str) -> ModuleType:

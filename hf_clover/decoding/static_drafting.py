@@ -14,11 +14,11 @@ import torch
 from transformers import CompileConfig
 from transformers.cache_utils import Cache
 
-from ..modeling_clover import CloverHeads
-from .compiled import StaticTreeCache, compiled_function, lent_cache
+from ..network.modeling_clover import CloverHeads
 from .drafting import BLOCK, CloverCandidateGenerator, Settled, grow
 from .foresight import Foresight
 from .masks import additive, visible_columns
+from .static_target import StaticTreeCache, compiled_function, lent_cache
 from .tree import Tree, root_only
 
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from ._versions import installed_version
+from .. import __version__
+from .._versions import installed_version
 
 PACKAGES = ("transformers", "torch", "accelerate", "trl", "peft", "datasets", "huggingface_hub", "safetensors")
 GIB = 2**30
@@ -122,6 +122,6 @@ def _attention() -> list[str]:
 
 def _generate() -> dict[str, Any]:
     """Whether `generate` speculates, and what of transformers is lacking where it does not."""
-    from .decoding import hook
+    from ..decoding import hook
 
     return {"hook_installed": hook.is_installed(), "lacking_in_transformers": hook.why_unavailable()}

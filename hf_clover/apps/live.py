@@ -1,19 +1,15 @@
-"""Watching `generate`: which tokens came out of which forward of the target, and the text as it appears.
+"""The text of a generation as it appears, on a console, the free tokens in colour where there is colour.
 
-Contract: a `StepRecord` is a streamer that also hears of the target's forwards. Of the tokens of one forward the last
-is the target's own and the others came free: drafted, and confirmed by that same forward. That is all it knows, so it
-serves any way to generate: with heads, plainly, with transformers' own assistants. `LiveStreamer` is one that writes
-the text to a console, the free tokens in colour where there is colour. Neither changes a token, and neither keeps an
-exception from its caller.
+Contract: a `LiveStreamer` is a `StepRecord`, so it knows of each token whether it came free. It changes no token, and
+keeps no exception from its caller.
 """
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation.streamers import BaseStreamer
+
+from ..measure.step_record import StepRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,68 +18,6 @@ if TYPE_CHECKING:
 FREE, PROMPT = "bold green", "dim"  # rich's names of styles
 _CONTEXT = 8  # tokens before a text that decide how it begins: whether with a space, for one
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
-
-
-class StepRecord(BaseStreamer):
-    """A streamer that also hears of the target's forwards: the tokens that came out of each, and the seconds."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[int]] = []
-        self.seconds = 0.0
-        self._has_seen_prompt = False
-
-    def generate(self, target: "PreTrainedModel", inputs: Mapping[str, Any], heads: Any = None, **options: Any) -> Any:
-        """`target.generate`, watched; returns its output, always as a dictionary."""
-        with self.listening(target):
-            options = {"assistant_model": heads, "return_dict_in_generate": True, **options}
-            return target.generate(**inputs, streamer=self, **options)
-
-    @contextmanager
-    def listening(self, target: "PreTrainedModel") -> Iterator[None]:
-        hook = target.register_forward_pre_hook(self.new_step)
-        self._start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds = time.perf_counter() - self._start
-            hook.remove()
-            self.end()  # also of a text that was broken off
-
-    def new_step(self, *_: Any) -> None:
-        if not any(self.steps):  # with the forward of the prompt, not with what is looked into once per target
-            self._start = time.perf_counter()
-        self.steps.append([])
-
-    def put(self, value: torch.Tensor) -> None:
-        if self._has_seen_prompt:
-            self.steps = self.steps or [[]]
-            self.steps[-1] += value.flatten().tolist()
-        self._has_seen_prompt = True
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for step in self.steps for token in step]
-
-    def figures(self) -> dict[str, float]:
-        """Tokens per forward are those of one text; a forward that gave no token (half a prompt) is no step."""
-        forwards, tokens = sum(map(bool, self.steps)), len(self.tokens)
-        return {
-            "new_tokens": tokens,
-            "target_forwards": forwards,
-            "tokens_per_forward": tokens / max(forwards, 1),
-            "seconds": self.seconds,
-            "tokens_per_second": tokens / max(self.seconds, 1e-9),
-        }
-
-    def summary(self) -> str:
-        """The figures in one line."""
-        said = self.figures()
-        per_forward, speed = f"{said['tokens_per_forward']:.2f} tokens per forward", said["tokens_per_second"]
-        counts = f"{said['new_tokens']} tokens, {said['target_forwards']} forwards, {said['seconds']:.1f} s"
-        return f"{per_forward}, {speed:.1f} tokens/s ({counts})"
 
 
 class TokenText:
@@ -202,4 +136,4 @@ def generate_live(
     return LiveStreamer(tokenizer, console).generate(target, inputs, heads, **options)
 
 
-__all__ = ["LiveStreamer", "StepRecord", "TokenText", "generate_live"]
+__all__ = ["LiveStreamer", "TokenText", "generate_live"]

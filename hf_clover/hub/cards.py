@@ -56,9 +56,9 @@ def render(
     """
     results, metadata = dict(results or {}), dict(metadata or {})
     check_results(results)
-    folder = Path(__file__).with_name("hub_cards")  # in an installation
+    folder = Path(__file__).parents[1] / "hub_cards"  # in an installation
     if not folder.is_dir():
-        folder = Path(__file__).parents[1] / "hub_cards"  # in a clone
+        folder = Path(__file__).parents[2] / "hub_cards"  # in a clone
     template = "".join((folder / name).read_text(encoding="utf-8") for name in _TEMPLATES[kind])
     words = {"marker": MARKER, "name": repo_id.split("/")[-1], "repo_id": repo_id, "subfolder": subfolder}
     words |= {**results, "plots": plots or []}

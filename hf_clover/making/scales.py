@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..network.target_parts import find_decoder
 from .last_layer import evaluating
-from .target_parts import find_decoder
 
 ROWS, TOKENS = 4, 32  # of random ids
 FIRST = 4  # tokens of a row that are left out: some targets keep in them what is larger than all else

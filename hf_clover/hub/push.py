@@ -10,10 +10,7 @@ file that holds one is not pushed.
 import json
 import math
 import os
-import re
-import shlex
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,10 +28,9 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 
-from . import __version__
-from ._versions import installed_version
+from .. import __version__
+from ..measure.provenance import TOKEN, without_folders, without_tokens
 from .cards import MARKER, check_results, listed, public_name, render
-from .environment import cpu_model
 
 RESULTS = "clover_results.json"
 _CARD = "README.md"
@@ -46,11 +42,7 @@ _PUSHED = {
     "adapter": ("adapter_config.json", *_WEIGHTS, *_EVERYWHERE),
     "dataset": ("*.parquet", *_EVERYWHERE),
 }
-_TOKEN = re.compile(r"\b(hf_|api_org_)[A-Za-z0-9]{30,}\b")
-_TOKEN_OPTION = re.compile(r"-*((hub|hf|access|auth)[_-])?(token|api[_-]key)", re.IGNORECASE)
-_HIDDEN = "HIDDEN-TOKEN"
 _KEPT = ("license", "license_name", "license_link", "language", "tags")  # what a card says that no file does
-_VERSIONS_OF = ("hf-clover", "transformers", "torch", "trl", "peft", "datasets", "huggingface-hub")
 
 
 def push_folder(
@@ -118,7 +110,7 @@ def push_heads(
     """`heads.push_to_hub`: save, then [`push_folder`] with its `options`.
 
     Args:
-        results: the measured figures, as `hf_clover.cards` describes them.
+        results: the measured figures, as `hf_clover.hub.cards` describes them.
         plots: images that go beside the card and into it.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -133,10 +125,10 @@ def push_heads(
 def write_results(folder: str | os.PathLike, **sections: Any) -> None:
     """Put measured figures beside the heads, for the card; sections that are there and not given stay as they are.
 
-    What the sections hold is described in `hf_clover.cards`.
+    What the sections hold is described in `hf_clover.hub.cards`.
     """
     path = Path(folder) / RESULTS
-    results = _without_folders({**_read_json(path), **sections})
+    results = without_folders({**_read_json(path), **sections})
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n", encoding="utf-8")
@@ -180,34 +172,6 @@ def write_card(
     return card
 
 
-def provenance() -> dict[str, Any]:
-    """What figures must say of where they come from: `command`, `machine` and `versions`, for the results."""
-    words = [_public(before, word) for before, word in zip(["", *sys.argv], sys.argv)]
-    torch, machine = sys.modules.get("torch"), f"{cpu_model() or ''}, {os.cpu_count()} cores"
-    if torch is not None and torch.cuda.is_available():
-        machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    found = {package: installed_version(package) for package in _VERSIONS_OF}
-    versions = {package: version for package, version in found.items() if version is not None}
-    versions["hf-clover"] = __version__
-    return {"command": without_tokens(shlex.join(words)), "machine": machine, "versions": versions}
-
-
-def _public(before: str, word: str) -> str:
-    """A word of the command line without a token's value; of a path the last part."""
-    if _TOKEN_OPTION.fullmatch(before):
-        return _HIDDEN
-    name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-    if equals and _TOKEN_OPTION.fullmatch(name):
-        return f"{name}={_HIDDEN}"
-    return f"{name}{equals}{_without_folders(value)}"
-
-
-def without_tokens(text: str) -> str:
-    """`text` without the user's access token, and without whatever looks like one."""
-    token = get_token()
-    return _TOKEN.sub(_HIDDEN, text.replace(token, _HIDDEN) if token else text)
-
-
 # ---------------------------------------------------------------------- the folder
 
 
@@ -247,24 +211,15 @@ def _content(path: Path, secrets: list[str]) -> str | bytes:
     if path.suffix in (".safetensors", ".parquet", ".png"):
         return str(path)
     text = path.read_text(encoding="utf-8", errors="replace")
-    if _TOKEN.search(text) or any(secret in text for secret in secrets):
+    if TOKEN.search(text) or any(secret in text for secret in secrets):
         raise ValueError(f"`folder` has an access token in {path.name!r}: take it out before you push.")
     if path.name not in ("config.json", "adapter_config.json", RESULTS):
         return str(path)
-    values = _without_folders(json.loads(text))
+    values = without_folders(json.loads(text))
     for field in ("target_name_or_path", "base_model_name_or_path"):
         if field in values:
             values[field] = public_name(values[field])
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _without_folders(value: Any) -> Any:
-    """Of absolute paths the last part."""
-    if isinstance(value, Mapping):
-        return {name: _without_folders(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_folders(each) for each in value]
-    return Path(value).name if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -305,4 +260,4 @@ def _is_weights(path: str) -> bool:
     return any(Path(path).match(pattern) for pattern in _WEIGHTS) and "/" not in path
 
 
-__all__ = ["RESULTS", "provenance", "push_folder", "push_heads", "without_tokens", "write_card", "write_results"]
+__all__ = ["RESULTS", "push_folder", "push_heads", "write_card", "write_results"]

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from .configuration_clover import CloverConfig
-from .modeling_clover import AugmentingLayer, CloverHeads
-from .packing import is_packed, plain_weight
-from .target_parts import find_decoder, is_plain
+from ..network.configuration_clover import CloverConfig
+from ..network.modeling_clover import AugmentingLayer, CloverHeads
+from ..network.packing import is_packed, plain_weight
+from ..network.target_parts import find_decoder, is_plain
 
 # The public reference's layers always use this rotary base, whatever the target's rope settings are.
 REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}

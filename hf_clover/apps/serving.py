@@ -20,14 +20,14 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import GenerateManager, GenerationState
 from transformers.utils.import_utils import is_serve_available
 
-from .decoding.entry import refuse_what_cannot_work
-from .decoding.record import speculations
+from ..decoding.entry import refuse_what_cannot_work
+from ..decoding.record import speculations
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from .modeling_clover import CloverHeads
+    from ..network.modeling_clover import CloverHeads
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health", "/speculation")
 NEEDED = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}

@@ -1,0 +1,99 @@
+"""Heads made from a target.
+
+Contract: bound `CloverHeads` on the target's device and in its dtype. For the papers' variants, a part of the target's
+last layer is copied where it corresponds to a part of the Augmenting Block; what does not correspond keeps its fresh
+initialisation and is named in one log line. Heads that read states from behind the final norm (clover-x) start fresh,
+and what they read is brought to one size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..network.configuration_clover import CloverConfig
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import (
+    find_decoder,
+    fingerprint,
+    is_plain,
+    readable_rows,
+    special_tokens_of,
+    token_table,
+    unwrap,
+)
+from .last_layer import LastLayer, copy_norm
+from .scales import embedding_scale, hidden_state_scale
+
+logger = logging.get_logger(__name__)
+
+
+def heads_from_target(
+    cls: type[CloverHeads], target: PreTrainedModel, variant: str, fields: dict[str, Any]
+) -> CloverHeads:
+    model = unwrap(target)
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")
+    if any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters()):
+        raise ValueError(
+            f"`target`, a `{type(model).__name__}`, is divided among processes (tensor parallel, FSDP or ZeRO), and "
+            "heads are made from its weights: make them from the whole target in one process, with "
+            "`device_map='auto'` where one device is too small, and load them with `AutoModel.from_pretrained`."
+        )
+    _, _, norm = find_decoder(model)
+    source = LastLayer(model)
+    config = CloverConfig(**{**source.block_fields(), "variant": variant, **identity_of(model), **fields})
+    if config.normalize_hidden_states:
+        _balance(config, model, fields)
+    heads = cls(config)
+    fresh = [] if config.normalize_hidden_states else source.copy_into(heads)
+    _start_norms(norm, heads)
+    if fresh and config.has_augmenting_block:
+        logger.warning(
+            f"Clover heads for `{type(model).__name__}`: the Augmenting Block copies the target's last layer, except "
+            f"for what does not correspond and starts fresh: {'; '.join(fresh)}."
+        )
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    anchor = weight if isinstance(weight, torch.Tensor) else next(model.parameters())
+    heads.to(device=anchor.device, dtype=anchor.dtype if is_plain(anchor) else model.dtype)
+    return heads.bind(model)
+
+
+def identity_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The fields that say which target this is."""
+    text_config = model.config.get_text_config(decoder=True)
+    rows = readable_rows(model.get_output_embeddings(), text_config)
+    name = getattr(model.config, "name_or_path", None) or getattr(model, "name_or_path", None)
+    return {
+        "vocab_size": text_config.vocab_size,
+        "hidden_size": text_config.hidden_size,
+        **special_tokens_of(model),
+        "target_name_or_path": name or None,
+        "target_revision": getattr(model.config, "_commit_hash", None),
+        "target_fingerprint": None if rows is None else fingerprint(rows) or None,
+    }
+
+
+def _balance(config: CloverConfig, model: PreTrainedModel, fields: dict[str, Any]) -> None:
+    """States and embeddings of size 1, where nobody said otherwise; the papers' variants take both as they are."""
+    rows = token_table(config, model, model.get_output_embeddings())
+    if "embedding_scale" not in fields and not config.normalize_embeddings and rows is not None:
+        config.embedding_scale = embedding_scale(rows)
+    if "hidden_state_scale" not in fields and config.output_projector != "residual":  # which no norm follows
+        config.hidden_state_scale = hidden_state_scale(model)
+
+
+@torch.no_grad()
+def _start_norms(source: nn.Module | None, heads: CloverHeads) -> None:
+    """The closing norm and the norm before lm_head start as the target's final norm (its scale, for a LayerNorm).
+    States that come from behind it have its shape already, and start with its size alone."""
+    for name in ("norm", "head_norm"):
+        if hasattr(heads, name) and heads.config.normalize_hidden_states:
+            getattr(heads, name).weight.fill_(1 / heads.config.hidden_state_scale)
+        elif hasattr(heads, name) and source is not None:
+            copy_norm(source, getattr(heads, name))
+
+
+__all__ = ["heads_from_target", "identity_of"]

@@ -1,0 +1,603 @@
+"""Measuring: several ways to generate from the same prompts, side by side in one run.
+
+Contract: `measure` runs every method on a prompt before it goes to the next prompt, so that whatever else the machine
+does meets all methods alike, and repeats that. A question of several turns is one conversation: a turn's prompt holds
+the turns before it with the answers that this method gave. It reports medians and ranges, never a best case, and
+compares every token with plain generate's. A method that cannot run at a setting has the reason in its row instead of
+figures. What is drawn from the figures, and how they get onto a screen, is not known here.
+
+Tokens per forward: tokens emitted for each target forward that a row took part in, the prompt's included. Mean
+accepted tokens, as Spec-Bench's leaderboard has them: the same without the prompt's forward and its token; the
+target's own token of each step, the bonus, counts in both. Speedup: tokens per second over those of plain generate in
+the same repeat; with packed weights, of heads over plain generate that has packed weights too. Efficiency: speedup
+over tokens per forward, 1 where drafting and checking cost nothing.
+"""
+
+import copy
+import datetime
+import gc
+import json
+import math
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product, zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from ..decoding.record import Speculation, speculations
+from ..network.modeling_clover import CloverHeads
+from ..network.packing import pack_for_cpu
+from ..network.variants import CHOICES
+from .prompts import Question
+from .provenance import provenance
+
+logger = logging.get_logger(__name__)
+
+PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
+
+
+@dataclass
+class Method:
+    """A way to generate: keywords for `generate`, under a name for tables and legends."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    nodes: int | None = None  # drafted per step; None: automatic
+    tree: str | None = None  # None: the heads' own
+    is_exact: bool = True  # whether sampling promises the tokens of plain sampling from the same seed
+    target: PreTrainedModel | None = None  # in place of the one that is measured
+
+    @property
+    def heads(self) -> CloverHeads | None:
+        assistant = self.options.get("assistant_model")
+        return assistant if getattr(getattr(assistant, "config", None), "model_type", None) == "clover" else None
+
+    @contextmanager
+    def applied(self) -> Iterator[dict[str, Any]]:
+        """The keywords, with the heads set to this method's tree."""
+        options = dict(self.options) if self.nodes is None else {**self.options, "num_assistant_tokens": self.nodes}
+        if self.heads is None or self.tree is None:
+            yield options
+            return
+        before = self.heads.config.draft_tree
+        self.heads.config.draft_tree = self.tree
+        try:
+            yield options
+        finally:
+            self.heads.config.draft_tree = before
+
+
+def plain() -> Method:
+    return Method("plain")
+
+
+def with_heads(
+    heads: CloverHeads, name: str | None = None, nodes: int | None = None, tree: str | None = None
+) -> Method:
+    return Method(name or heads.config.variant, {"assistant_model": heads}, nodes, tree)
+
+
+def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
+    """The same with packed weights, of copies."""
+    packed_target = copy.deepcopy(target)
+    pack_for_cpu(packed_target)
+    copies: dict[CloverHeads | None, CloverHeads] = {}
+    found = []
+    for method in methods:
+        options = method.options
+        if method.heads is not None:
+            if method.heads not in copies:
+                copies[method.heads] = copy.deepcopy(method.heads)
+                pack_for_cpu(copies[method.heads])
+            options = {**options, "assistant_model": copies[method.heads]}
+        found.append(replace(method, name=f"{method.name}, packed", options=options, target=packed_target))
+    return found
+
+
+def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHeads] | None = None) -> Method:
+    """What to compare with: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other heads).
+
+    Heads may have a size and a tree behind their name: "NAME@8:HEADS", "NAME@7-chain:HEADS", "NAME@auto-levels:HEADS".
+
+    Args:
+        loaded: heads by their folder or id, and those that `text` may name without one ("heads@8"); what is not in it
+            is loaded and put there.
+    """
+    name, _, path = text.partition(":")
+    name, has_size, size = name.partition("@")
+    if text == "prompt-lookup":
+        return Method(text, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}, is_exact=False)
+    loaded = {} if loaded is None else loaded
+    if not name or not (path or name in loaded):
+        raise ValueError(
+            f"`against={text!r}` is no method: it must be 'prompt-lookup', 'assistant:MODEL' or 'NAME:HEADS', such as "
+            "'medusa:my-medusa-heads', or with a fixed size 'medusa@8:my-medusa-heads'."
+        )
+    count, _, tree = (size if has_size else "auto").partition("-")
+    is_count = count == "auto" or (count.isdecimal() and int(count) > 0)
+    if not is_count or tree not in ("", *CHOICES["draft_tree"]) or (has_size and name == "assistant"):
+        raise ValueError(
+            f"`against={text!r}`: behind the `@` of heads stands a number of nodes or auto, and if wanted a tree "
+            f"({', '.join(CHOICES['draft_tree'])}), as in 'medusa@8:HEADS' or 'medusa@7-chain:HEADS'."
+        )
+    if name == "assistant":
+        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+        return Method(text, {"assistant_model": assistant}, is_exact=False)
+    if path and path not in loaded:
+        loaded[path] = CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device)
+    return with_heads(
+        loaded[path or name], name if path else None, None if count == "auto" else int(count), tree or None
+    )
+
+
+# ---------------------------------------------------------------------- one run
+
+
+@dataclass
+class _Run:
+    seconds: float
+    prompts: list[list[int]]
+    answers: list[list[int]]  # of each prompt, without padding
+    stats: Speculation  # of plain and of other methods the tokens and forwards only
+    members: list[int] = field(default_factory=list)  # the numbers of the prompts
+    category: str | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.answers))
+
+
+@torch.no_grad()
+def _generate(
+    target: PreTrainedModel, method: Method, prompts: list[list[int]], seed: int, options: dict[str, Any]
+) -> _Run:
+    batch, forwards = batch_of(prompts, options["pad_token_id"], target.device), 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    torch.manual_seed(seed)
+    target = method.target or target
+    # Plain generate and heads say themselves; a hook that counts would be compiled, anew for every count.
+    tells = not method.options or method.heads is not None
+    hook = None if tells else target.register_forward_pre_hook(count)
+    try:
+        with method.applied() as own, speculations() as records:
+            _synchronize(target.device)
+            start = time.perf_counter()
+            sequences = target.generate(**batch, **options, **own)
+            _synchronize(target.device)
+            seconds = time.perf_counter() - start
+    finally:
+        if hook is not None:
+            hook.remove()
+    width = batch["input_ids"].shape[1]
+    answers = _until_end(sequences[:, width:], target.generation_config.eos_token_id)
+    new_tokens = sum(map(len, answers))
+    if not method.options:  # a row takes part in as many forwards as it emits tokens
+        forwards, row_forwards = sequences.shape[1] - width, new_tokens
+    else:  # other methods have one row
+        row_forwards = forwards
+    stats = records[0] if records else Speculation(forwards, row_forwards, new_tokens)
+    return _Run(seconds, prompts, answers, stats)
+
+
+def _until_end(emitted: torch.Tensor, eos: int | list[int] | None) -> list[list[int]]:
+    """Tokens [B, m] up to the end of each row; what comes after it is padding."""
+    if eos is None:
+        return emitted.tolist()
+    ends = torch.isin(emitted, torch.tensor(eos, device=emitted.device)).int()
+    lengths = (ends.cumsum(1) - ends == 0).sum(1).tolist()
+    return [row[:length] for row, length in zip(emitted.tolist(), lengths)]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---------------------------------------------------------------------- all runs of a setting
+
+
+def measure(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    prompts: Sequence[Question | list[int]],
+    *,
+    batch_size: int = 1,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    cache_implementation: str = "dynamic",
+    repeats: int = 3,
+    seed: int = 0,
+    progress: bool = True,
+    report: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """One row a method, as in the JSON of [`benchmark`]. The first method must be [`plain`].
+
+    Args:
+        prompts: token ids, or conversations from [`~hf_clover.measure.prompts.load_questions`]. A batch is of one
+            category.
+        report: is called with the rows so far when all methods are through with a batch: those of the repeats that
+            are whole, and in the first repeat of what there is.
+    """
+    if not methods or methods[0].name != "plain":
+        raise ValueError("`methods` must begin with `plain()`: it is what the others are compared with.")
+    pad = next((p for p in (tokenizer.pad_token_id, tokenizer.eos_token_id) if p is not None), 0)
+    groups = _groups(prompts, batch_size)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "pad_token_id": pad}
+    if temperature > 0:
+        options["temperature"] = temperature
+    if cache_implementation != "dynamic":
+        options["cache_implementation"] = cache_implementation
+    setting = {"batch_size": batch_size, "temperature": temperature, "cache": cache_implementation}
+
+    runs: list[list[list[_Run]]] = [[[] for _ in methods] for _ in range(repeats)]  # [repeat][method][turn of a group]
+    differences: list[list[dict[str, Any]]] = [[] for _ in methods]
+    skipped: dict[int, str] = {}
+    bar = tqdm(total=(repeats * len(groups) + 1) * len(methods), disable=not progress, unit="run", leave=False)
+    bar.set_description(f"batch {batch_size}, temperature {temperature:g}, {cache_implementation}")
+    peaks: list[dict[str, float]] = [{} for _ in methods]
+    first = [_asked(prompts[number], (), tokenizer) for number in groups[0]]
+    for place, method in enumerate(methods):  # what a device does only once is neither timed nor counted
+        try:
+            _generate(target, method, first, seed, options)
+            with _peak_memory(target.device) as peaks[place]:
+                _generate(target, method, first, seed, options)
+        except (ValueError, NotImplementedError) as error:
+            if place == 0:
+                raise
+            skipped[place] = str(error)
+        bar.update()
+
+    def baseline(place: int) -> int:
+        """Plain generate with the same weights; of plain generate with packed ones, the other."""
+        of = methods[place]
+        mine = [at for at, other in enumerate(methods) if not other.options and other.target is of.target]
+        return mine[0] if mine and mine[0] not in skipped and of.options else 0
+
+    def rows(whole: int) -> list[dict[str, Any]]:
+        """Of so many repeats, but of what there is of the first at least."""
+        found = []
+        for place, method in enumerate(methods):
+            row = {"method": method.name, "nodes": method.nodes, "tree": method.tree, **setting}
+            if place in skipped:
+                found.append({**row, "skipped": skipped[place]})
+                continue
+            mine, its = ([repeat[of] for repeat in runs[: max(whole, 1)]] for of in (place, baseline(place)))
+            is_compared = temperature == 0 or method.is_exact
+            row |= _figures(mine, its, differences[place], is_compared)
+            row |= {"peak_memory_mib": peaks[place].get("mib"), "differences": differences[place], "skipped": None}
+            categories = {run.category: None for run in mine[0]}
+            if categories.keys() - {None}:
+                row["categories"] = {
+                    name: _figures(mine, its, differences[place], is_compared, name) for name in categories
+                }
+            found.append(row)
+        return found
+
+    for repeat in range(repeats):
+        for number, group in enumerate(groups):
+            questions = [prompts[member] for member in group]
+            category, turns = _kind(questions[0])
+            bar.set_postfix_str(f"question {number * batch_size + 1}" + (f", {category}" if category else ""))
+            said: list[list[list[str]]] = [[[] for _ in group] for _ in methods]  # each method's own answers
+            parted = set()  # rows whose conversation is another one by now
+            for turn in range(turns):
+                of_turn: dict[int, _Run] = {}
+                for shift in range(len(methods)):
+                    place = (shift + repeat + number) % len(methods)  # nobody always comes first
+                    if place in skipped:
+                        continue
+                    asked = [_asked(*it, tokenizer) for it in zip(questions, said[place])]
+                    run = _generate(target, methods[place], asked, seed + number + turn * len(groups), options)
+                    run.members, run.category = group, category
+                    of_turn[place] = run
+                    runs[repeat][place].append(run)
+                    if turn + 1 < turns:
+                        for answers, ids in zip(said[place], run.answers):
+                            answers.append(tokenizer.decode(ids, skip_special_tokens=True))
+                for place, run in of_turn.items():
+                    if repeat == 0 and place and (temperature == 0 or methods[place].is_exact):
+                        for row, position, margin in _differences(
+                            methods[place].target or target, run, of_turn[baseline(place)]
+                        ):
+                            if (place, row) not in parted:
+                                where = {"prompt": group[row], "position": position, "margin": _number(margin)}
+                                if isinstance(questions[row], Question):
+                                    where |= {"turn": turn + 1, "question": questions[row].id, "category": category}
+                                differences[place].append(where)
+                                parted.add((place, row))
+            bar.update(len(methods))
+            if report is not None:
+                report(rows(repeat + (number + 1 == len(groups))))
+    bar.close()
+    return rows(repeats)
+
+
+def _asked(prompt: Question | list[int], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return prompt.encode(tokenizer, answers) if isinstance(prompt, Question) else prompt
+
+
+def _kind(prompt: Question | list[int]) -> tuple[str | None, int]:
+    """Its category and how many turns it has."""
+    return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
+
+
+def _groups(prompts: Sequence[Question | list[int]], size: int) -> list[list[int]]:
+    """Numbers of prompts that are one batch: of one kind, those of different kinds in turn. The last batch of a kind
+    begins again with its first, to be full."""
+    by_kind: dict[tuple[str | None, int], list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_kind.setdefault(_kind(prompt), []).append(number)
+    batches = [
+        [[alike[(first + i) % len(alike)] for i in range(size)] for first in range(0, len(alike), size)]
+        for alike in by_kind.values()
+    ]
+    return [batch for round_ in zip_longest(*batches) for batch in round_ if batch is not None]
+
+
+def batch_of(prompts: Sequence[list[int]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Prompts in one batch, padded on the left."""
+    width = max(map(len, prompts))
+    ids = [[pad] * (width - len(row)) + row for row in prompts]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
+    return {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
+
+
+def _figures(
+    repeats: list[list[_Run]],
+    baseline: list[list[_Run]],
+    differences: list[dict[str, Any]],
+    is_compared: bool,
+    category: str | None = None,
+) -> dict[str, Any]:
+    """Of the runs of a category, or of all."""
+
+    def speed(runs: list[_Run]) -> float:
+        return sum(run.new_tokens for run in runs) / sum(run.seconds for run in runs)
+
+    if category is not None:
+        repeats, baseline = (
+            [[r for r in runs if r.category == category] for runs in of] for of in (repeats, baseline)
+        )
+        differences = [difference for difference in differences if difference["category"] == category]
+    speeds = [speed(runs) for runs in repeats]
+    speedups = [mine / speed(theirs) for mine, theirs in zip(speeds, baseline)]
+    speedup = statistics.median(speedups)
+    records = [run.stats for runs in repeats for run in runs]
+    forwards = sum(record.row_forwards for record in records)
+    new_tokens = sum(record.new_tokens for record in records)
+    per_forward = new_tokens / max(forwards, 1)
+    seconds = {part: sum(getattr(r, f"{part}_seconds") for r in records) for part in ("draft", "verify", "walk")}
+    total = sum(run.seconds for runs in repeats for run in runs)
+    seconds["other"] = max(0.0, total - sum(seconds.values()))
+    answers = sum(len(run.answers) for runs in repeats for run in runs)
+    trees = max(forwards - answers, 1)  # the prompt has none
+    deepest = max(len(record.accepted_by_depth) for record in records)
+    by_depth = [sum(sum(record.accepted_by_depth[d : d + 1]) for record in records) for d in range(deepest)]
+    lengths = [len(prompt) for run in repeats[0] for prompt in run.prompts]
+    return {
+        "questions": len({member for run in repeats[0] for member in run.members}),
+        "turns": len(lengths),
+        "prompt_tokens": {"min": min(lengths), "median": statistics.median(lengths), "max": max(lengths)},
+        "tokens_per_second": statistics.median(speeds),
+        "tokens_per_second_range": [min(speeds), max(speeds)],
+        "tokens_per_forward": per_forward,
+        "mean_accepted_tokens": (new_tokens - answers) / trees if forwards > answers else 1.0,
+        "speedup": speedup,
+        "speedup_range": [min(speedups), max(speedups)],
+        "efficiency": speedup / per_forward,
+        "seconds": {part: value / len(repeats) for part, value in seconds.items()},
+        "acceptance_by_depth": [count / trees for count in by_depth],
+        "identical": not differences if is_compared else None,
+    }
+
+
+@torch.no_grad()
+def _differences(target: PreTrainedModel, run: _Run, plain_run: _Run) -> Iterator[tuple[int, int, float]]:
+    """Row, place and margin: where an answer first leaves plain generate's, and by how much the target prefers plain's
+    token there."""
+    for row, (mine, its) in enumerate(zip(run.answers, plain_run.answers)):
+        if mine == its:
+            continue
+        place = next((i for i, (a, b) in enumerate(zip(mine, its)) if a != b), min(len(mine), len(its)))
+        margin = math.nan
+        if place < min(len(mine), len(its)):
+            ids = torch.tensor([plain_run.prompts[row] + its[:place]], device=target.device)
+            logits = target(ids).logits[0, -1].float()
+            margin = float(logits[its[place]] - logits[mine[place]])
+        yield row, place, margin
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@contextmanager
+def _peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
+    """MiB over what was held before. On a CPU by looking at the process every few milliseconds, where Linux tells."""
+    result: dict[str, float] = {}
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        yield result
+        result["mib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**20
+        return
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        yield result
+        return
+    page, done = os.sysconf("SC_PAGE_SIZE"), threading.Event()
+    before = highest = int(statm.read_text().split()[1])
+
+    def look() -> None:
+        nonlocal highest
+        while not done.wait(0.005):
+            highest = max(highest, int(statm.read_text().split()[1]))
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        yield result
+    finally:
+        done.set()
+        watcher.join()
+    result["mib"] = (highest - before) * page / 2**20
+
+
+# ---------------------------------------------------------------------- all settings
+
+
+def benchmark(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    methods: Sequence[Method],
+    prompts: Sequence[Question | list[int]],
+    *,
+    prompt_set: str = "stand-in",
+    batch_sizes: Sequence[int] = (1,),
+    temperatures: Sequence[float] = (0.0,),
+    cache_implementations: Sequence[str] = ("dynamic",),
+    max_new_tokens: int = 128,
+    repeats: int = 3,
+    seed: int = 0,
+    progress: bool = True,
+    report: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Every method at every setting, with what a reader must know to believe the figures.
+
+    Args:
+        report: is called with the result so far after every batch of prompts, so that it can be kept.
+    """
+    prompts, left_out = _that_fit(target, tokenizer, prompts, max_new_tokens)
+    result = {
+        "kind": "benchmark",
+        **circumstances(target, prompt_set, prompts, max_new_tokens),
+        **_template(tokenizer, prompts),
+        "left_out": left_out,
+        "repeats": repeats,
+        "seed": seed,
+        "is_whole": False,
+    }
+    rows: list[dict[str, Any]] = []
+    for cache, temperature, size in product(cache_implementations, temperatures, batch_sizes):
+        rows += measure(
+            target,
+            tokenizer,
+            methods,
+            prompts,
+            batch_size=size,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            cache_implementation=cache,
+            repeats=repeats,
+            seed=seed,
+            progress=progress,
+            report=None if report is None else partial(_report_on, report, result, list(rows)),
+        )
+    return {**result, "is_whole": True, "rows": rows}
+
+
+def _report_on(
+    report: Callable[[dict[str, Any]], None], result: dict[str, Any], before: list[dict], rows: list[dict]
+) -> None:
+    report({**result, "rows": before + rows})
+
+
+def _that_fit(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Question | list[int]],
+    max_new_tokens: int,
+) -> tuple[list[Question | list[int]], list[dict[str, Any]]]:
+    """The prompts for which the target has positions, their longest answers included, and what the others are."""
+    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    fit, left_out = [], []
+    for number, prompt in enumerate(prompts):
+        _, turns = _kind(prompt)
+        tokens = len(_asked(prompt, [""] * (turns - 1), tokenizer)) + turns * max_new_tokens
+        if most is None or tokens <= most:
+            fit.append(prompt)
+        else:
+            is_question = isinstance(prompt, Question)
+            left_out.append({"prompt": number, "question": prompt.id if is_question else None, "tokens": tokens})
+    if left_out:
+        longest = max(one["tokens"] for one in left_out)
+        said = (
+            f"{len(left_out)} of {len(prompts)} prompts are too long for the target's {most} positions (up to "
+            f"{longest} tokens, with `max_new_tokens={max_new_tokens}` for each answer)"
+        )
+        if not fit:
+            raise ValueError(f"{said}: pass shorter ones, or fewer `max_new_tokens`.")
+        logger.warning(f"{said}; they are left out.")
+    return fit, left_out
+
+
+def _template(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question | list[int]]) -> dict[str, Any]:
+    """What the chat template makes of a question, and whether it lets the target think first, where it has a switch
+    for that."""
+    if getattr(tokenizer, "chat_template", None) is None or not any(isinstance(p, Question) for p in prompts):
+        return {"chat_template": None, "thinking": None}
+
+    def made(**switch: bool) -> str:
+        messages = [{"role": "user", "content": "QUESTION"}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+
+    thinking = None
+    for name in ("enable_thinking", "thinking"):
+        on, off = made(**{name: True}), made(**{name: False})
+        thinking = made() == on if on != off else thinking
+    return {"chat_template": made(), "thinking": thinking}
+
+
+def circumstances(
+    target: PreTrainedModel, prompt_set: str, prompts: Sequence[Any], max_new_tokens: int
+) -> dict[str, Any]:
+    """What was asked of whom, where and when."""
+    return {
+        "target": Path(target.config.name_or_path).name,
+        "prompts": Path(prompt_set).name,
+        "num_prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        **provenance(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write(result: dict[str, Any], path: str | os.PathLike) -> Path:
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")  # whoever is killed while writing has the one before
+    new.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return new.replace(path)
+
+
+__all__ = [
+    "Method",
+    "batch_of",
+    "benchmark",
+    "circumstances",
+    "measure",
+    "packed",
+    "parse_method",
+    "plain",
+    "with_heads",
+    "write",
+]

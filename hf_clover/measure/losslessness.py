@@ -1,0 +1,259 @@
+"""Whether heads change a token: every prompt plainly and with heads, and a verdict on each difference.
+
+Contract: `verify` runs greedy decoding at every setting and compares each prompt's tokens with those of plain generate
+in the same batch. Where they part, plain generate's own scores there say by how much it prefers its token
+(`margin`), and the target alone, without heads or trees, says how much rounding there is (`rounding`): `explain`.
+"numerics" is a margin within the rounding, or a target that, asked twice for plain text, gives two; any other
+difference is "BUG". Nothing is written to a screen here.
+
+Why two numbers decide: a forward over several tokens adds the same numbers as a forward over one, in another order, so
+each of its logits is a little off. No choice between tokens can be turned by that unless their scores were closer than
+the two errors together. How large the errors are depends on dtype, depth and kernels: so it is measured, on this
+target, this text and this device, between cached steps of one token and forwards over several. What is found there
+counts as rounding only while it is small against the spread of the logits: a target that says something else when it
+reads several tokens at once is no matter of numerics. A logit itself is stored no finer than its dtype allows.
+"""
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from ..decoding.record import Speculation, speculations
+from ..decoding.support import rounding_tolerance
+from ..decoding.target_run import takes_positions
+from ..network.modeling_clover import CloverHeads
+from .benchmark import Method, batch_of, circumstances, with_heads
+
+IDENTICAL, NUMERICS, BUG = "identical", "numerics", "BUG"
+LOOKED_BACK = 16  # tokens whose logits tell how much rounding there is
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a prompt's text with heads first leaves plain generate's, and what that means."""
+
+    prompt: int
+    position: int  # of the first other token, counted from the first new one
+    plain_token: int  # padding, where the text had ended
+    heads_token: int
+    margin: float | None  # of plain generate's score of its token over that of the other, where it chose between them
+    top_two: float | None  # likewise, over the runner-up's: never more than `margin`
+    rounding: float  # a margin up to here is no preference
+    verdict: str  # "numerics" or "BUG"
+
+
+def verify(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    heads: CloverHeads,
+    prompts: Sequence[list[int]],
+    *,
+    prompt_set: str = "stand-in",
+    batch_sizes: Sequence[int] = (1, 3),
+    nodes: Sequence[int | None] = (None, 4, 24),
+    trees: Sequence[str | None] = (None,),
+    cache_implementations: Sequence[str] = ("dynamic",),
+    max_new_tokens: int = 64,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Every setting, prompt by prompt.
+
+    Args:
+        nodes: drafted nodes per step; None for the automatic choice.
+        trees: how trees are grown ("global", "levels", "chain"); None for the heads' own.
+
+    Returns: `verdict`, the worst of all, and a row a setting with its `differences`, empty where all is identical.
+    """
+    pad = next((p for p in (tokenizer.pad_token_id, tokenizer.eos_token_id) if p is not None), 0)
+    methods = [with_heads(heads, nodes=count, tree=tree) for count, tree in product(nodes, trees)]
+    rows = []
+    for cache, size in product(cache_implementations, batch_sizes):
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
+        if cache != "dynamic":
+            options["cache_implementation"] = cache
+        batches = [
+            batch_of(prompts[first : first + size], pad, target.device) for first in range(0, len(prompts), size)
+        ]
+        label = f"batch {size}, {cache}"
+        plain = [
+            target.generate(**batch, **options) for batch in tqdm(batches, f"plain, {label}", disable=not progress)
+        ]
+        for method in tqdm(methods, f"heads, {label}", disable=not progress):
+            found, records = [], []
+            for first, batch, expected in zip(range(0, len(prompts), size), batches, plain):
+                sequences, record = _with_heads(target, method, batch, options)
+                records.append(record)
+                found += explain(target, batch, expected, sequences, options, first)
+            setting = {"batch_size": size, "nodes": method.nodes, "tree": method.tree, "cache": cache}
+            rows.append({**setting, **_summary(found, records, len(prompts))})
+    return {
+        "kind": "verification",
+        **circumstances(target, prompt_set, prompts, max_new_tokens),
+        "verdict": worst(row["verdict"] for row in rows),
+        "rows": rows,
+    }
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    return max(verdicts, key=(IDENTICAL, NUMERICS, BUG).index, default=IDENTICAL)
+
+
+def _with_heads(
+    target: PreTrainedModel, method: Method, batch: dict[str, torch.Tensor], options: dict[str, Any]
+) -> tuple[torch.Tensor, Speculation]:
+    with method.applied() as own, speculations() as records:
+        sequences = target.generate(**batch, **options, **own)
+    return sequences, records[0]
+
+
+def _summary(found: Sequence[Difference], records: Sequence[Speculation], prompts: int) -> dict[str, Any]:
+    verdicts = Counter(difference.verdict for difference in found)
+    methods = Counter(record.method for record in records)
+    return {
+        "verdict": worst(verdicts),
+        IDENTICAL: prompts - len(found),
+        NUMERICS: verdicts[NUMERICS],
+        BUG: verdicts[BUG],
+        "method": methods.most_common(1)[0][0],
+        "reason": next((record.reason for record in records if record.reason), None),
+        "accepted_tokens": sum(record.accepted_tokens for record in records),
+        "new_tokens": sum(record.new_tokens for record in records),
+        "differences": [asdict(difference) for difference in found],
+    }
+
+
+def report_of(result: Mapping[str, Any]) -> Iterator[str]:
+    """For a reader: a line a setting, one for each difference, and the verdict."""
+    for row in result["rows"]:
+        counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in (IDENTICAL, NUMERICS, BUG) if row[verdict])
+        nodes = "auto" if row["nodes"] is None else row["nodes"]
+        setting = f"batch {row['batch_size']}, {nodes} nodes, {row['tree'] or 'own'} tree, {row['cache']} cache"
+        how = "" if row["reason"] is None else f"; decoded by {row['method']}: {row['reason']}"
+        yield f"{setting}: {counts} ({row['accepted_tokens']} of {row['new_tokens']} tokens were drafted{how})"
+        for found in row["differences"]:
+            lead = "did not choose there" if found["margin"] is None else f"leads by {found['margin']:.2e}"
+            yield (
+                f"    prompt {found['prompt']}, token {found['position']}: {found['heads_token']} with heads, "
+                f"{found['plain_token']} plainly, which {lead} (rounding: {found['rounding']:.2e}): {found['verdict']}"
+            )
+    setting = f"{result['target']}, {result['dtype']} on {result['device']}"
+    yield f"{setting}, {result['num_prompts']} {result['prompts']} prompts: {result['verdict']}"
+    if not any(row["accepted_tokens"] for row in result["rows"]):
+        yield "No draft was accepted, so nothing was put to the test: train the heads, or let them write more tokens."
+
+
+# ---------------------------------------------------------------------- one difference
+
+
+@torch.no_grad()
+def explain(
+    target: PreTrainedModel,
+    batch: dict[str, torch.Tensor],
+    plain: torch.Tensor,
+    heads: torch.Tensor,
+    options: dict[str, Any],
+    first_prompt: int = 0,
+) -> list[Difference]:
+    """Every row in which `heads` [B, L] is another text than `plain` [B, L'], both greedy, of one batch of prompts.
+
+    `options` of plain `generate`, which is asked again, for its scores.
+    """
+    pad = options.get("pad_token_id") or 0
+    plain, heads = _of_one_length((plain, heads), pad)
+    places = {row: int(others.nonzero()[0]) for row, others in enumerate(plain != heads) if others.any()}
+    if not places:
+        return []
+    end = max(places.values()) + 1
+    recording = {"output_scores": True, "return_dict_in_generate": True}
+    again = target.generate(**batch, **options, **recording, stopping_criteria=StoppingCriteriaList([_Until(end)]))
+    repeated, _ = _of_one_length((again.sequences, plain), pad)
+    differences, start = [], batch["input_ids"].shape[1]
+    for row, place in places.items():
+        its, mine = int(plain[row, place]), int(heads[row, place])
+        text = plain[row, start - int(batch["attention_mask"][row].sum()) : place]
+        rounding, margin, top_two = rounding_after(target, text), None, None
+        verdict = BUG
+        if not torch.equal(repeated[row, : place + 1], plain[row, : place + 1]):
+            verdict = NUMERICS
+        elif place - start < len(again.scores):
+            scores = again.scores[place - start][row].float()  # [V]
+            best, second = scores.topk(2).values.tolist()
+            if scores[its] == best:  # else its text had ended before, and this is padding
+                margin, top_two = best - float(scores[mine]), best - second
+                verdict = NUMERICS if margin <= rounding else BUG
+        figures = {"margin": _finite(margin), "top_two": _finite(top_two), "rounding": rounding}
+        differences.append(Difference(first_prompt + row, place - start, its, mine, **figures, verdict=verdict))
+    return differences
+
+
+class _Until(StoppingCriteria):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+
+
+def _of_one_length(texts: Sequence[torch.Tensor], pad: int) -> list[torch.Tensor]:
+    """[B, L] each: what ended before the longest, padded as plain generate pads the rows of a batch."""
+    length = max(text.shape[1] for text in texts)
+    return [torch.nn.functional.pad(text, (0, length - text.shape[1]), value=pad) for text in texts]
+
+
+def _finite(value: float | None) -> float | None:
+    """A token that a processor has ruled out has no margin that JSON could hold."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+@torch.no_grad()
+def rounding_after(target: PreTrainedModel, text: torch.Tensor) -> float:
+    """How far apart the target's scores of two tokens may come to be by rounding, after `text` [L].
+
+    Four times the largest error of a logit: of storing it in the target's dtype, or of computing it, which shows
+    between forwards over one token and over several. Twice because two logits are compared, and twice again because
+    what a few forwards show, often of a short text, is not the worst there is.
+    """
+    count = min(LOOKED_BACK, len(text) - 1)
+    whole = _last_logits(target, text, (len(text),), count + 1)
+    error = torch.finfo(target.dtype).eps * float(whole[-1].abs().max())
+    if count:
+        one_by_one = _last_logits(target, text, (len(text) - count, *[1] * count), count)
+        for several in (whole[-count:], _last_logits(target, text, (len(text) - count, count), count)):
+            difference = several - one_by_one  # [count, V]
+            if difference.pow(2).mean().sqrt() <= rounding_tolerance(target) * one_by_one.std():
+                error = max(error, float(difference.abs().max()))
+    return 4 * error
+
+
+def _last_logits(target: PreTrainedModel, text: torch.Tensor, widths: Sequence[int], keep: int) -> torch.Tensor:
+    """[keep, V] in float32, from forwards over so many tokens of `text` [L] after each other, on one cache."""
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    keeps_few = "logits_to_keep" in inspect.signature(target.forward).parameters
+    parts, done = [], 0
+    for width in widths:
+        inputs = {"input_ids": text[None, done : done + width]}
+        inputs["attention_mask"] = torch.ones_like(text)[None, : done + width]
+        if takes_positions(target):
+            inputs["position_ids"] = torch.arange(done, done + width, device=text.device)[None]
+        if keeps_few:
+            inputs["logits_to_keep"] = min(width, keep)
+        parts.append(target(**inputs, past_key_values=cache, use_cache=True).logits[0].float())
+        done += width
+    return torch.cat(parts)[-keep:]
+
+
+__all__ = ["BUG", "IDENTICAL", "NUMERICS", "Difference", "explain", "report_of", "rounding_after", "verify"]
