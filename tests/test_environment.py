@@ -62,10 +62,10 @@ def test_what_is_missing_is_said(monkeypatch):
 
 def test_standing_aside_is_not_installed(monkeypatch):
     """Where a name is lacking, the only wrapper is the one that leaves heads out."""
-    from hf_clover.decoding import hook
+    from hf_clover.decoding import private_api
 
     hf_clover.uninstall_hook()
-    monkeypatch.setattr(hook, "PRIVATE_NAMES", {"_renamed_since": ()})
+    monkeypatch.setattr(private_api, "PRIVATE_NAMES", {"_renamed_since": ()})
     try:
         with pytest.warns(UserWarning, match="no `_renamed_since`"):
             hf_clover.install_hook()

@@ -66,7 +66,8 @@ def test_the_wheel_alone_is_enough(built, tmp_path):
 import sys
 from pathlib import Path
 import hf_clover, hf_clover.cli
-from hf_clover import CloverHeads, cards
+from hf_clover import CloverHeads
+from hf_clover.hub import cards
 from importlib.resources import files
 assert Path(hf_clover.__file__).is_relative_to(sys.argv[1]), hf_clover.__file__
 assert "heads.md" in {path.name for path in files("hf_clover.hub_cards").iterdir()}

@@ -15,7 +15,7 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads, _versions
-from hf_clover.decoding import hook
+from hf_clover.decoding import hook, private_api
 from hf_clover.decoding.support import CloverWarning
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +131,7 @@ def lost(request, monkeypatch):
     """Another version of transformers; what it lacks."""
     names, message = LOST_NAMES[request.param]
     hf_clover.uninstall_hook()
-    monkeypatch.setattr(hook, "PRIVATE_NAMES", {**hook.PRIVATE_NAMES, **names})
+    monkeypatch.setattr(private_api, "PRIVATE_NAMES", {**private_api.PRIVATE_NAMES, **names})
     with pytest.warns(UserWarning, match=rf"this version of transformers has {message}.*plain `generate`"):
         hf_clover.install_hook()
     yield message
@@ -166,7 +166,7 @@ def test_without_a_name_generate_with_heads_is_plain_generate(way, lost, target)
 
 
 def test_a_target_without_an_attribute_is_generated_plainly(target, monkeypatch):
-    monkeypatch.setattr(hook, "PRIVATE_ATTRIBUTES", (*hook.PRIVATE_ATTRIBUTES, "_renamed_since"))
+    monkeypatch.setattr(private_api, "PRIVATE_ATTRIBUTES", (*private_api.PRIVATE_ATTRIBUTES, "_renamed_since"))
     ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
     with pytest.warns(CloverWarning, match=r"transformers has no `_renamed_since`.*plain generate is used instead"):
         out = target.generate(ids, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
@@ -179,12 +179,12 @@ def test_without_a_name_other_calls_are_transformers_own(lost, target):
     plain = target.generate(ids, max_new_tokens=NEW)
     assert torch.equal(target.generate(ids, max_new_tokens=NEW, assistant_model=target), plain)
     hf_clover.uninstall_hook()
-    assert GenerationMixin.generate is hook.original("generate")
+    assert GenerationMixin.generate is private_api.original("generate")
     assert not hook._installed
 
 
 def test_nothing_is_lost_here():
-    assert hook.why_unavailable() is None
+    assert private_api.why_unavailable() is None
 
 
 def test_another_librarys_wrapper_hides_no_name(monkeypatch):
@@ -193,7 +193,7 @@ def test_another_librarys_wrapper_hides_no_name(monkeypatch):
     theirs = GenerationMixin._prefill
     monkeypatch.setattr(GenerationMixin, "_prefill", lambda *args, **kwargs: theirs(*args, **kwargs))
     try:
-        assert hook.why_unavailable() is None
+        assert private_api.why_unavailable() is None
     finally:
         monkeypatch.undo()
         hf_clover.install_hook()

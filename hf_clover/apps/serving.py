@@ -16,11 +16,10 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import GenerateManager, GenerationState
 from transformers.utils.import_utils import is_serve_available
 
 from ..decoding.entry import refuse_what_cannot_work
+from ..decoding.private_api import serving_part
 from ..decoding.record import speculations
 
 if TYPE_CHECKING:
@@ -67,21 +66,17 @@ def make_app(
         )
     from fastapi import HTTPException
     from fastapi.responses import JSONResponse
-    from transformers.cli.serving.chat_completion import ChatCompletionHandler
-    from transformers.cli.serving.completion import CompletionHandler
-    from transformers.cli.serving.response import ResponseHandler
-    from transformers.cli.serving.server import build_server
 
-    served = Served()
+    build_server, served = serving_part("server", "build_server"), Served()
     manager, state = OneModel(name or target.name_or_path, target, tokenizer), WithHeads(heads, served)
     # Handlers differ between versions of transformers; of those that are not served there is none.
     handlers = {argument: None for argument in inspect.signature(build_server).parameters if "_handler" in argument}
-    for argument, handler in (
-        ("chat_handler", ChatCompletionHandler),
-        ("completion_handler", CompletionHandler),
-        ("response_handler", ResponseHandler),
+    for argument, module, handler in (
+        ("chat_handler", "chat_completion", "ChatCompletionHandler"),
+        ("completion_handler", "completion", "CompletionHandler"),
+        ("response_handler", "response", "ResponseHandler"),
     ):
-        handlers[argument] = handler(manager, state)
+        handlers[argument] = serving_part(module, handler)(manager, state)
     app = build_server(manager, generation_state=state, **handlers)
 
     @app.get("/speculation")
@@ -114,7 +109,7 @@ class Served:
         return {**asdict(self), "tokens_per_forward": self.new_tokens / max(self.target_forwards, 1)}
 
 
-class OneModel(ModelManager):
+class OneModel(serving_part("model_manager", "ModelManager")):
     """The model that is there, for every request. No other is loaded, and this one stays."""
 
     def __init__(self, name: str, target: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -132,7 +127,7 @@ class OneModel(ModelManager):
         pass
 
 
-class WithHeads(GenerationState):
+class WithHeads(serving_part("utils", "GenerationState")):
     def __init__(self, heads: "CloverHeads", served: Served) -> None:
         super().__init__()
         self._manager = HeadsManager(heads, served)
@@ -144,7 +139,7 @@ class WithHeads(GenerationState):
         return self._manager
 
 
-class HeadsManager(GenerateManager):
+class HeadsManager(serving_part("utils", "GenerateManager")):
     """transformers' own: one request after the other, in one thread; here with heads."""
 
     def __init__(self, heads: "CloverHeads", served: Served) -> None:

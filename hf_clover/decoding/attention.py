@@ -27,6 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .private_api import attention_of, looks_up_attention, set_attention
+
 PACKED = "clover_packed_sdpa"
 TREE_ATTENTION = ("sdpa", "eager")  # transformers' implementations that take a mask of any shape
 
@@ -98,8 +100,8 @@ def shared_heads(target: PreTrainedModel) -> int:
     config = target.config.get_text_config(decoder=True)
     heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     is_counted = isinstance(heads, int) and isinstance(keys, int)
-    fits = is_counted and getattr(target, "_supports_attention_backend", False)
-    return heads // keys if fits and target.config._attn_implementation != "eager" else 1
+    fits = is_counted and looks_up_attention(target)
+    return heads // keys if fits and attention_of(target.config) != "eager" else 1
 
 
 _switched: WeakKeyDictionary[PreTrainedModel, tuple[int, list]] = WeakKeyDictionary()  # calls inside, and what was
@@ -115,18 +117,18 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
     with _switching:
         inside, before = _switched.get(target, (0, []))
         if not inside:
-            before = [(config, config._attn_implementation) for config in _configs_of(target)]
-            own, groups = target.config._attn_implementation, shared_heads(target)
+            before = [(config, attention_of(config)) for config in _configs_of(target)]
+            own, groups = attention_of(target.config), shared_heads(target)
             is_to_be_replaced = own not in TREE_ATTENTION or (own == "sdpa" and groups > 1)
             if is_to_be_replaced and not _is_looked_up(target, own):
                 target.set_attn_implementation("sdpa")
             elif is_to_be_replaced:
                 for config, implementation in before:
                     if implementation == own:
-                        config._attn_implementation_internal = _with_trees(own)
+                        set_attention(config, _with_trees(own))
         _switched[target] = (inside + 1, before)
     try:
-        yield "eager" if target.config._attn_implementation == "eager" else "sdpa"
+        yield "eager" if attention_of(target.config) == "eager" else "sdpa"
     finally:
         with _switching:
             inside, before = _switched.pop(target)
@@ -134,12 +136,12 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
                 _switched[target] = (inside - 1, before)
             else:
                 for config, implementation in before:
-                    config._attn_implementation_internal = implementation
+                    set_attention(config, implementation)
 
 
 def _is_looked_up(target: PreTrainedModel, implementation: str) -> bool:
     """Whether the target's layers look it up anew at every forward; older ones are made for one implementation."""
-    return getattr(target, "_supports_attention_backend", False) and implementation in ALL_ATTENTION_FUNCTIONS
+    return looks_up_attention(target) and implementation in ALL_ATTENTION_FUNCTIONS
 
 
 def _configs_of(target: nn.Module) -> list[Any]:

@@ -15,8 +15,8 @@ from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import device_of, unwrap
 from .budget import SIZES, check_nodes
 from .drafting import CloverCandidateGenerator
-from .hook import original, why_unavailable
 from .loop import CloverGenerateOutput, speculate
+from .private_api import generate_plainly, original, why_unavailable
 from .ranks import share_random_state
 from .record import Speculation, report
 from .support import Route, choose_route, warn
@@ -65,7 +65,7 @@ def generate_with(
         warn(f"`{name}` cannot verify a tree ({route.reason}); one chain at a time is drafted instead")
         return _assisted_by_chain(model, heads, arguments, num_assistant_tokens, options, route.reason)
     warn(f"`{name}` cannot verify drafts here ({route.reason}); plain generate is used instead")
-    return with_plain_record(model._sample(*arguments, **options), input_ids.shape[1], route.reason)
+    return with_plain_record(generate_plainly(model, *arguments, **options), input_ids.shape[1], route.reason)
 
 
 def _first_set(name: str, settings: tuple[tuple[GenerationConfig, str], ...]) -> Any:

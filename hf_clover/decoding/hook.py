@@ -2,69 +2,30 @@
 
 Contract: with the hook installed, `generate(assistant_model=heads)` reaches `entry.generate_with`; every other call
 reaches transformers' own code unchanged. Heads are known by `config.model_type`, since remote code is another class
-object. All private names of transformers that speculation relies on are in `PRIVATE_NAMES`, with the parameters that
-are passed to them. Where one is gone, installing says so, and `generate` with heads is plain `generate`: the same
-tokens, one at a time. Nothing of ours is imported here before heads are seen.
+object. Where a private name of transformers is gone that speculation relies on, installing says so, and `generate`
+with heads is plain `generate`: the same tokens, one at a time. Nothing else of ours is imported before heads are seen.
 """
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers.generation.utils import GenerationMixin
 
+from .private_api import originals, why_unavailable
+
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel
 
 HOOKED_NAMES = ("_assisted_decoding", "_validate_generation_mode", "_prepare_generation_config")
-_LOOP = ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
-PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
-    "_assisted_decoding": (*_LOOP, "inputs_tensor", "assistant_model"),
-    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_prepare_generation_config": ("generation_config",),
-    "_prepare_special_tokens": ("generation_config",),  # makes `_pad_token_tensor` and `_eos_token_tensor`
-    "_sample": _LOOP,
-    "_prefill": ("input_ids", "generation_config", "model_kwargs"),
-    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
-}
-PRIVATE_ATTRIBUTES = ("_is_stateful", "_supports_sdpa")  # of a target, and so looked for when there is one
-
-_originals: dict[str, Callable[..., Any]] = {}
 _installed: dict[str, Callable[..., Any]] = {}
 _is_active = False
 
 
 def is_clover(model: Any) -> bool:
     return getattr(getattr(model, "config", None), "model_type", None) == "clover"
-
-
-def original(name: str) -> Callable[..., Any]:
-    """transformers' own function, whether or not the hook is installed."""
-    return _originals.get(name) or getattr(GenerationMixin, name)
-
-
-def why_unavailable(target: "PreTrainedModel | None" = None) -> str | None:
-    """What this version of transformers lacks that speculation needs; None where all is there."""
-    for name in PRIVATE_ATTRIBUTES if target is not None else ():
-        if not hasattr(target, name):
-            return f"no `{name}`"
-    for name, wanted in PRIVATE_NAMES.items():
-        if not hasattr(GenerationMixin, name):
-            return f"no `{name}`"
-        lost = set(wanted) - _parameters(original(name))
-        if "*" not in _parameters(original(name)) and lost:
-            return f"no parameter `{min(lost)}` of `{name}`"
-    return None
-
-
-@functools.cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Their names; `*` for `*args`, which another library's wrapper takes, and which tells nothing."""
-    parameters = inspect.signature(function).parameters.values()
-    return frozenset("*" if parameter.kind is parameter.VAR_POSITIONAL else parameter.name for parameter in parameters)
 
 
 def is_installed() -> bool:
@@ -85,8 +46,8 @@ def install_hook() -> None:
         )
     for name, wrapper in (_WRAPPERS if lacking is None else {"generate": _generate_plainly}).items():
         if name not in _installed:
-            _originals[name] = getattr(GenerationMixin, name)
-            _installed[name] = functools.wraps(_originals[name])(wrapper)
+            originals[name] = getattr(GenerationMixin, name)
+            _installed[name] = functools.wraps(originals[name])(wrapper)
             setattr(GenerationMixin, name, _installed[name])
     _is_active = True
 
@@ -98,7 +59,7 @@ def uninstall_hook() -> None:
     for name, wrapper in list(_installed.items()):
         # Where another library has wrapped ours since, ours stays in its chain and passes everything through.
         if getattr(GenerationMixin, name) is wrapper:
-            setattr(GenerationMixin, name, _originals[name])
+            setattr(GenerationMixin, name, originals[name])
             del _installed[name]
 
 
@@ -106,7 +67,7 @@ def _prepare_generation_config(
     self: "PreTrainedModel", generation_config: "GenerationConfig | None", **kwargs: Any
 ) -> tuple["GenerationConfig", dict[str, Any]]:
     """Remembers the call's own tree size and schedule, which transformers' defaults would hide."""
-    prepared = _originals["_prepare_generation_config"](self, generation_config, **kwargs)
+    prepared = originals["_prepare_generation_config"](self, generation_config, **kwargs)
     for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
         asked = kwargs.get(name, getattr(generation_config, name, None))
         if _is_active and asked is not None:
@@ -118,7 +79,7 @@ def _validate_generation_mode(
     self: "PreTrainedModel", generation_mode: Any, generation_config: "GenerationConfig", generation_mode_kwargs: dict
 ) -> None:
     """What transformers refuses for assistants in general, heads can do; what heads cannot, is refused here."""
-    validate = _originals["_validate_generation_mode"]
+    validate = originals["_validate_generation_mode"]
     if not _is_active or not is_clover(generation_mode_kwargs.get("assistant_model")):
         return validate(self, generation_mode, generation_config, generation_mode_kwargs)
     from .entry import plain_mode, refuse_what_cannot_work
@@ -130,7 +91,7 @@ def _validate_generation_mode(
 
 def _assisted_decoding(self: "PreTrainedModel", input_ids: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
     if not _is_active or not is_clover(kwargs.get("assistant_model")):
-        return _originals["_assisted_decoding"](self, input_ids, *args, **kwargs)
+        return originals["_assisted_decoding"](self, input_ids, *args, **kwargs)
     from .entry import generate_with
 
     for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor"):
@@ -141,12 +102,12 @@ def _assisted_decoding(self: "PreTrainedModel", input_ids: "torch.Tensor", *args
 def _generate_plainly(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     """`generate` where something is lacking: heads, and what is asked of them, are left out."""
     if not _is_active or not is_clover(kwargs.get("assistant_model")):
-        return _originals["generate"](self, *args, **kwargs)
+        return originals["generate"](self, *args, **kwargs)
     from .entry import with_plain_record
 
     for name in ("assistant_model", "assistant_tokenizer", "num_assistant_tokens", "num_assistant_tokens_schedule"):
         kwargs.pop(name, None)
-    result = _originals["generate"](self, *args, **kwargs)
+    result = originals["generate"](self, *args, **kwargs)
     prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
     return with_plain_record(result, 0 if prompt is None else prompt.shape[1], f"transformers has {why_unavailable()}")
 

@@ -20,6 +20,7 @@ from ..network.modeling_clover import CloverHeads
 from .budget import Budget, make_budget
 from .drafting import CloverCandidateGenerator
 from .foresight import foresee
+from .private_api import any_goes_on, is_the_users
 from .ranks import shared_budget
 from .record import Speculation, report
 from .static_drafting import compiled_drafter
@@ -62,7 +63,7 @@ def speculate(
     stats = Speculation()
     run = TargetRun(target, generation_config, model_kwargs, widest=budget.most_nodes + 1)
     known = run.adopt(their_cache)  # columns of an earlier turn
-    keeps_cache = generation_config.return_dict_in_generate or _is_the_users(their_cache)
+    keeps_cache = generation_config.return_dict_in_generate or is_the_users(their_cache)
     may_drop_rows = not keeps_cache and not text.in_lockstep
     walk = greedy_walk if text.is_plain_greedy else replay
 
@@ -77,7 +78,7 @@ def speculate(
         if not text.done or keeps_cache:
             _take_in_prompt(drafter, run, text)
 
-        while target._has_unfinished_sequences(text.done, synced_gpus, device=input_ids.device):
+        while any_goes_on(target, text.done, synced_gpus, input_ids.device):
             if text.done:  # another process is not: keep it company
                 run.verify(root_only(torch.stack([row[-1] for row in text.live_rows()])))
                 continue
@@ -125,7 +126,7 @@ def _drafter(heads: CloverHeads, run: TargetRun, their_cache: Any, known: int) -
     config, mask = run.generation_config, run.prompt_mask
     if mask is not None:
         mask = mask[:, -run.hidden.shape[1] :]
-    if not run.is_compiled or _is_the_users(their_cache):
+    if not run.is_compiled or is_the_users(their_cache):
         return CloverCandidateGenerator.for_conversation(heads, their_cache, known, mask, config.prefill_chunk_size)
     batch, capacity = len(run.hidden), run.cache.capacity
     settings = (config.compile_config, mask, config.prefill_chunk_size)
@@ -197,14 +198,10 @@ def _habits(config: GenerationConfig) -> tuple[Hashable, Hashable]:
 # ---------------------------------------------------------------------- the cache that plain generate can continue
 
 
-def _is_the_users(cache: Any) -> bool:
-    return cache is not None and getattr(cache, "_is_user_defined", False)
-
-
 def _finished_cache(run: TargetRun, sequences: torch.Tensor, theirs: Any, synced_gpus: bool) -> Any:
     """Keys and values of everything but the last token, rows that ended early padded as plain generate pads them."""
     columns, device = max(run.cache.lengths), sequences.device
-    while run.target._has_unfinished_sequences(min(run.cache.lengths) == columns, synced_gpus, device=device):
+    while any_goes_on(run.target, min(run.cache.lengths) == columns, synced_gpus, device):
         if min(run.cache.lengths) == columns:  # another process's rows are still uneven: keep it company
             run.verify(root_only(sequences[:, -1]))
             continue

@@ -19,23 +19,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from .cache import Moves, Slots, TreeCache, TreeLayer
 from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, visible_columns
+from .private_api import may_vary, stays_in_place
 
 NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with the root
 CAPACITY_STEP = 128  # calls of nearby lengths share a shape
 SPARE_SLOTS = 128  # beyond the text, at least: a block of tokens that brings rows to one length
 MOVES = 8  # entries per row that a step's graph moves; a longer path is moved by the commit itself
-
-
-def wants_compiling(target: PreTrainedModel, generation_config: GenerationConfig, plain_cache: Any) -> bool:
-    """Whether plain generate would compile its forward over `plain_cache`."""
-    valid = getattr(target, "_valid_auto_compile_criteria", None)
-    if valid is None or plain_cache is None or "llama4" in target.config.model_type:  # as `get_compiled_call` says
-        return False
-    return bool(valid({"past_key_values": plain_cache}, generation_config))
 
 
 # ---------------------------------------------------------------------- the cache
@@ -63,7 +56,7 @@ class StaticTreeLayer(TreeLayer):
         # One tensor each: a compiled graph that writes into two views of one has to keep them apart.
         super()._use([part.contiguous() for buffer in buffers for part in (buffer if buffer.ndim == 5 else [buffer])])
         for buffer in self.buffers:
-            torch._dynamo.mark_static_address(buffer)
+            stays_in_place(buffer)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -107,7 +100,7 @@ class StaticTreeCache(TreeCache):
         self.slots.state = torch.zeros(batch_size, 2 + MOVES, dtype=torch.long, device=device)
         self.slots.text = torch.ones(batch_size, capacity, dtype=torch.bool, device=device)
         for tensor in (self.slots.state, self.slots.text):
-            torch._dynamo.mark_static_address(tensor)
+            stays_in_place(tensor)
 
     def _make_slots(self, capacity: int | None) -> Slots:
         return StaticSlots(capacity)
@@ -219,7 +212,7 @@ def _with_any_width(step: Callable, config: CompileConfig) -> Callable:
     def marked(*args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         for values in args[TREE_ARGUMENTS]:
             if values.shape[1] > 1:
-                torch._dynamo.maybe_mark_dynamic(values, 1)
+                may_vary(values, 1)
         return step(*args)
 
     return marked

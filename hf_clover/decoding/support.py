@@ -19,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..network.target_parts import device_of
 from .attention import TREE_ATTENTION, never_packed, shared_heads
+from .private_api import attention_of, has_sdpa, keeps_a_state
 from .target_run import TargetRun, capture_before_final_norm, takes_positions
 from .tree import Tree
 from .walk import Text
@@ -74,7 +75,7 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     config = target.config.get_text_config(decoder=True)
     # A layer that uses another's keys and values, or has no attention, has a dummy.
     layers = [layer for layer in _cache_layers(config) if type(layer).__name__ != "DummyLayer"]
-    if target._is_stateful or any(not isinstance(layer, CacheLayerMixin) for layer in layers):
+    if keeps_a_state(target) or any(not isinstance(layer, CacheLayerMixin) for layer in layers):
         return "it keeps a recurrent or convolution state, which cannot branch"
     others = {type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
     if others:
@@ -89,8 +90,8 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
-    implementation = config._attn_implementation
-    if implementation not in TREE_ATTENTION and not target._supports_sdpa:
+    implementation = attention_of(config)
+    if implementation not in TREE_ATTENTION and not has_sdpa(target):
         return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
     key = (implementation, target.dtype, device_of(target), target.training)
     with _measuring:
@@ -245,12 +246,12 @@ def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
     for tokens that may be rejected: pure ones only.
     """
     config = target.config.get_text_config(decoder=True)
-    if len(text.finished) > 1 or not text.is_pure or target._is_stateful:
+    if len(text.finished) > 1 or not text.is_pure or keeps_a_state(target):
         return False
     if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
         return False
     known = _measured.setdefault(target, {})
-    key = ("chain", config._attn_implementation, target.dtype, device_of(target), target.training)
+    key = ("chain", attention_of(config), target.dtype, device_of(target), target.training)
     if key not in known:
         known[key] = _measure_chain(target)
     return known[key] is None

@@ -22,6 +22,7 @@ from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
+from .private_api import as_for_decoding, read_prompt, wants_compiling
 from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
@@ -29,7 +30,6 @@ from .static_target import (
     lent_cache,
     note_hidden,
     verify_step,
-    wants_compiling,
 )
 from .tree import Tree
 
@@ -75,9 +75,7 @@ class TargetRun:
     def open(self) -> Iterator["TargetRun"]:
         with self._open:
             self._open.enter_context(capture_before_final_norm(self.target, self._captured))
-            optimise = getattr(self.target, "_optimize_model_for_decode", None)
-            if optimise is not None:
-                self._open.enter_context(optimise())
+            self._open.enter_context(as_for_decoding(self.target))
             yield self
 
     @property
@@ -106,7 +104,7 @@ class TargetRun:
         kwargs = {**self.model_kwargs, "past_key_values": self.cache}
         self._captured.clear()
         known = self.cache.get_seq_length()
-        outputs = self.target._prefill(input_ids, self.generation_config, kwargs)
+        outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
         if self.cache.get_seq_length() == known:  # Phi-3 starts a cache of its own for a prompt beyond some length
             self._load(outputs.past_key_values)
         self.cache.finish_filling(batch)

@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
+from .private_api import pad_token_of
 from .tree import Tree
 
 # Processors that are a pure function of one row: these may be called on each row when that row is there. Any other
@@ -102,8 +103,8 @@ class Text:
             finished=[False] * batch,
             live=list(range(batch)),
         )
-        if any(hasattr(criterion, "eos_token_id") for criterion in criteria) and config._pad_token_tensor is not None:
-            text.pad = int(config._pad_token_tensor)
+        if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
+            text.pad = pad_token_of(config)
         endings = [c.eos_token_id for c in criteria if isinstance(c, EosTokenCriteria)]
         text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist())
         records = text.scores is not None or text.logits is not None

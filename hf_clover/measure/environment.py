@@ -122,6 +122,7 @@ def _attention() -> list[str]:
 
 def _generate() -> dict[str, Any]:
     """Whether `generate` speculates, and what of transformers is lacking where it does not."""
-    from ..decoding import hook
+    from ..decoding.hook import is_installed
+    from ..decoding.private_api import why_unavailable
 
-    return {"hook_installed": hook.is_installed(), "lacking_in_transformers": hook.why_unavailable()}
+    return {"hook_installed": is_installed(), "lacking_in_transformers": why_unavailable()}

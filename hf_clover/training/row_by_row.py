@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
+from ..decoding.private_api import inputs_after, read_prompt
 from ..decoding.walk import Text
 
 
@@ -53,9 +54,9 @@ def decode(
     )
     written, rows = list(input_ids), torch.arange(len(input_ids), device=input_ids.device)  # rows: those in the batch
     ended, step = torch.zeros_like(rows, dtype=torch.bool), 0
-    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    outputs = read_prompt(model, input_ids, generation_config, model_kwargs)
     while True:
-        model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
+        model_kwargs = inputs_after(model, outputs, model_kwargs)
         logits = outputs.logits[:, -1].to(input_ids.device, torch.float32, copy=True)  # [B, V]
         scores = logits_processor(input_ids, logits)  # [B, V]
         if numbers is None:

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 from trl import SFTTrainer
 
+from ..decoding.private_api import require
 from ..hub.push import push_folder, write_card, write_results
 from ..making.loading import gguf_file_of, load_tokenizer
 from ..network.modeling_clover import CloverHeads
@@ -68,9 +69,9 @@ from .teacher import Teacher, check_tokenizer, load_teacher
 logger = logging.get_logger(__name__)
 
 # Hooks of SFTTrainer with private names that are overridden below: without them, what is done there would be left out.
-for _hook in ("_prepare_dataset", "_set_signature_columns_if_needed", "_load_from_checkpoint", "_save_checkpoint"):
-    if not hasattr(SFTTrainer, _hook):
-        raise ImportError(f"This version of trl has no `SFTTrainer.{_hook}`: install one that hf_clover supports.")
+require(
+    SFTTrainer, ("_prepare_dataset", "_set_signature_columns_if_needed", "_load_from_checkpoint", "_save_checkpoint")
+)
 
 
 class CloverTrainer(WholeCheckpoints, SFTTrainer):

@@ -16,6 +16,7 @@ from huggingface_hub import DatasetCard, ModelCard
 from hf_clover import CloverConfig
 from hf_clover.hub import push as hub
 from hf_clover.hub.cards import is_hub_id, public_name, render
+from hf_clover.measure.provenance import provenance
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {
@@ -248,7 +249,7 @@ def test_a_command_is_kept_without_tokens_and_folders(monkeypatch):
     ]
     words += ["--output_dir=/home/me/heads", "--pad_token", "<pad>", "--dataset", "org/data"]
     monkeypatch.setattr(sys, "argv", words)
-    made = hub.provenance()
+    made = provenance()
     kept = "hf-clover train --hub_token HIDDEN-TOKEN --token=HIDDEN-TOKEN --hub-token HIDDEN-TOKEN"
     assert made["command"] == f"{kept} --output_dir=heads --pad_token '<pad>' --dataset org/data"
     assert made["versions"]["hf-clover"]

@@ -1,0 +1,171 @@
+"""Every private name of transformers, trl and torch that is used outside the network, behind a name that explains it.
+
+Contract: `why_unavailable` checks, before a call of `generate` relies on them, the names of transformers that decoding
+cannot do without, with the parameters that are passed to them. What is merely good to have is asked for with a default
+here. What training or serving cannot do without is checked where they are imported, by `require`. Other modules use no
+private name of another library.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.generation.utils import GenerationMixin
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+_LOOP = ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
+    "_assisted_decoding": (*_LOOP, "inputs_tensor", "assistant_model"),
+    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
+    "_prepare_generation_config": ("generation_config",),
+    "_prepare_special_tokens": ("generation_config",),  # makes `_pad_token_tensor` and `_eos_token_tensor`
+    "_sample": _LOOP,
+    "_prefill": ("input_ids", "generation_config", "model_kwargs"),
+    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
+    "_update_model_kwargs_for_generation": ("outputs", "model_kwargs"),
+}
+PRIVATE_ATTRIBUTES = ("_is_stateful", "_supports_sdpa")  # of a target, and so looked for when there is one
+
+originals: dict[str, Callable[..., Any]] = {}  # what the hook has put its own functions in the place of
+
+
+def original(name: str) -> Callable[..., Any]:
+    """transformers' own function, whether or not the hook is installed."""
+    return originals.get(name) or getattr(GenerationMixin, name)
+
+
+def why_unavailable(target: "PreTrainedModel | None" = None) -> str | None:
+    """What this version of transformers lacks that speculation needs; None where all is there."""
+    for name in PRIVATE_ATTRIBUTES if target is not None else ():
+        if not hasattr(target, name):
+            return f"no `{name}`"
+    if target is not None and not hasattr(target.config, "_attn_implementation_internal"):
+        return "no `_attn_implementation_internal`"
+    for name, wanted in PRIVATE_NAMES.items():
+        if not hasattr(GenerationMixin, name):
+            return f"no `{name}`"
+        lost = set(wanted) - _parameters(original(name))
+        if "*" not in _parameters(original(name)) and lost:
+            return f"no parameter `{min(lost)}` of `{name}`"
+    return None
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    """Their names; `*` for `*args`, which another library's wrapper takes, and which tells nothing."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset("*" if parameter.kind is parameter.VAR_POSITIONAL else parameter.name for parameter in parameters)
+
+
+def require(owner: type, names: tuple[str, ...]) -> None:
+    """`owner` of another library has these methods, which a class of ours overrides."""
+    for name in names:
+        if not hasattr(owner, name):
+            library = owner.__module__.partition(".")[0]
+            raise ImportError(
+                f"This version of {library} has no `{owner.__name__}.{name}`: install one that hf_clover supports."
+            )
+
+
+# ---------------------------------------------------------------------- one call of generate
+
+
+def read_prompt(target: "PreTrainedModel", input_ids: torch.Tensor, config: "GenerationConfig", inputs: dict) -> Any:
+    """The target's outputs for the prompt, in chunks where the config says so. `inputs` gets what was made for it."""
+    return target._prefill(input_ids, config, inputs)
+
+
+def generate_plainly(target: "PreTrainedModel", *arguments: Any, **options: Any) -> Any:
+    return target._sample(*arguments, **options)
+
+
+def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict) -> dict[str, Any]:
+    """What the next forward takes beside its tokens."""
+    return target._update_model_kwargs_for_generation(outputs, inputs)
+
+
+def any_goes_on(target: "PreTrainedModel", is_done: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether this process has something to do or, where processes go in step, any other has."""
+    return target._has_unfinished_sequences(is_done, synced_gpus, device=device)
+
+
+def pad_token_of(config: "GenerationConfig") -> int | None:
+    return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+
+
+def is_the_users(cache: Any) -> bool:
+    """Whether the caller passed this cache and so keeps it, and not generate made it."""
+    return cache is not None and getattr(cache, "_is_user_defined", False)
+
+
+# ---------------------------------------------------------------------- a target
+
+
+def keeps_a_state(target: "PreTrainedModel") -> bool:
+    """Whether the class says of itself that its cache holds more than keys and values."""
+    return target._is_stateful
+
+
+def has_sdpa(target: "PreTrainedModel") -> bool:
+    return target._supports_sdpa
+
+
+def looks_up_attention(target: "PreTrainedModel") -> bool:
+    """Whether its layers look the attention up anew at every forward; older ones are made for one implementation."""
+    return getattr(target, "_supports_attention_backend", False)
+
+
+def attention_of(config: Any) -> str | None:
+    return config._attn_implementation
+
+
+def set_attention(config: Any, implementation: str | None) -> None:
+    """By name alone: `set_attn_implementation` would look whether transformers knows the name."""
+    config._attn_implementation_internal = implementation
+
+
+def as_for_decoding(target: "PreTrainedModel") -> AbstractContextManager:
+    """What generate does to a target for steps of one token, where it does something."""
+    optimise = getattr(target, "_optimize_model_for_decode", None)
+    return nullcontext() if optimise is None else optimise()
+
+
+def wants_compiling(target: "PreTrainedModel", config: "GenerationConfig", plain_cache: Any) -> bool:
+    """Whether plain generate would compile its forward over `plain_cache`."""
+    valid = getattr(target, "_valid_auto_compile_criteria", None)
+    if valid is None or plain_cache is None or "llama4" in target.config.model_type:  # as `get_compiled_call` says
+        return False
+    return bool(valid({"past_key_values": plain_cache}, config))
+
+
+# ---------------------------------------------------------------------- what compiled graphs are told of tensors
+
+
+def stays_in_place(tensor: torch.Tensor) -> None:
+    """A graph may write the tensor's address down."""
+    torch._dynamo.mark_static_address(tensor)
+
+
+def may_vary(tensor: torch.Tensor, dim: int) -> None:
+    """One graph serves all sizes of this dimension."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+# ---------------------------------------------------------------------- transformers serve
+
+
+def serving_part(module: str, name: str) -> Any:
+    """A part of `transformers serve`, into which one target with its heads is put."""
+    try:
+        return getattr(importlib.import_module(f"transformers.cli.serving.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"`transformers serve` has no `{name}` here ({error}): install a version of transformers that hf_clover "
+            "supports, with what serving needs: `pip install 'hf-clover[serve]'`."
+        ) from error

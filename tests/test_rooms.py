@@ -1,0 +1,95 @@
+"""The rooms of the package: imports run one way and never in a circle, and private names have one home."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_clover"
+# From what knows least to what knows most; a room imports what stands before it.
+ROOMS = ("network", "making", "decoding", "measure", "hub", "training", "apps", "cli")
+FACE = ("__init__", "_lazy", "_versions", "benchmark", "verification")  # the last two: old places that a user may have
+PRIVATE = re.compile(r"\b(?:target|model|config|cache|GenerationMixin|torch|trainer)\._[a-z]\w*")
+
+
+def name_of(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(file): file for file in PACKAGE.rglob("*.py")}
+
+
+def imported(file: Path) -> dict[str, bool]:
+    """Modules of the package that a module imports, in functions too -> whether a program ever does so."""
+    package = name_of(file) if file.name == "__init__.py" else name_of(file).rpartition(".")[0]
+    found: dict[str, bool] = {}
+
+    def visit(node: ast.AST, is_run: bool) -> None:
+        if isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            for alias in node.names:
+                module = f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base
+                if module in MODULES:
+                    found[module] = found.get(module, False) or is_run
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for child in ast.iter_child_nodes(node):
+            visit(child, is_run and not is_for_types)
+
+    visit(ast.parse(file.read_text()), is_run=True)
+    return found
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_the_top_floor_is_rooms_and_a_face():
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert names == {*ROOMS, *FACE}
+    assert len(names) <= 14
+
+
+def test_imports_run_one_way():
+    wrong = [
+        f"{module} imports {other}"
+        for module, file in MODULES.items()
+        for other in imported(file)
+        if room_of(module) in ROOMS
+        and room_of(other) in ROOMS
+        and ROOMS.index(room_of(other)) > ROOMS.index(room_of(module))
+    ]
+    assert not wrong
+
+
+def test_no_circle():
+    """Imports inside functions count, too; a package that only names its modules is left out."""
+    graph = {
+        module: {other for other, is_run in imported(file).items() if is_run and other != module}
+        for module, file in MODULES.items()
+        if file.name != "__init__.py"
+    }
+    order = [*TopologicalSorter(graph).static_order()]  # raises on a circle
+    assert order.index("hf_clover.decoding.loop") < order.index("hf_clover.decoding.hook")
+
+
+def test_the_network_imports_only_its_siblings():
+    for module, file in MODULES.items():
+        if room_of(module) == "network":
+            assert {room_of(other) for other in imported(file)} <= {"network"}, module
+
+
+@pytest.mark.parametrize("room", [room for room in ROOMS if room != "network"])
+def test_private_names_of_other_libraries_have_one_home(room):
+    """Of what the library's own classes are called, and how their objects are called in these rooms."""
+    for file in (PACKAGE / room).rglob("*.py"):
+        if file.stem != "private_api":
+            assert not PRIVATE.findall(file.read_text()), file.relative_to(ROOT)
+
+
+def test_contributing_names_the_rooms():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^\| `hf_clover/(\w+)/`", page, re.MULTILINE) == list(ROOMS)
