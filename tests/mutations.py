@@ -1,4 +1,4 @@
-"""Ten lines of the walk, the tree and the cache, each broken on purpose: the tests must notice every one.
+"""Eleven lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
 
 Contract: the package is copied, one line of the copy is changed, and the tests named beside it run against the copy.
 A mutation is killed when one of them fails, which pytest says with exit code 1; anything else (all pass, nothing was
@@ -53,10 +53,17 @@ MUTATIONS = (
     ),
     Mutation(
         name="a row that comes later draws other random numbers",
-        file="decoding/walk.py",
+        file="decoding/state.py",
         line="set_random_state(self.states.setdefault(length, now), probs.device)",
         broken="self.states.setdefault(length, now)",
         tests=("test_walk.py::test_the_same_seed_gives_the_same_text[free]",),
+    ),
+    Mutation(
+        name="of several tokens that end a text only the first does",
+        file="decoding/state.py",
+        line="text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist())",
+        broken="text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist()[:1])",
+        tests=("test_walk.py::test_several_ends_of_sequence",),
     ),
     Mutation(
         name="a child's probability forgets its parent's",

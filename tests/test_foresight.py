@@ -12,7 +12,7 @@ from zoo import build, ragged_batch
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop
 from hf_clover.decoding.foresight import Foresight, foresee
-from hf_clover.decoding.walk import Text
+from hf_clover.decoding.state import Text
 
 VOCABULARY = 16
 NEW = 60

@@ -27,9 +27,10 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_clover.decoding import walk as walk_module
+from hf_clover.decoding import state
+from hf_clover.decoding.state import Text
 from hf_clover.decoding.tree import Tree, chain_of, root_only, with_chain
-from hf_clover.decoding.walk import Text, greedy_walk, replay
+from hf_clover.decoding.walk import greedy_walk, replay
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 seeds = st.integers(0, 2**32 - 1)
@@ -618,7 +619,7 @@ def some_of_every_kind():
 
 
 def test_every_row_wise_processor_is_named_here():
-    assert {kind.__name__ for kind in walk_module._ROWWISE_PROCESSORS} == set(some_of_every_kind())
+    assert {kind.__name__ for kind in state._ROWWISE_PROCESSORS} == set(some_of_every_kind())
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -19,9 +19,9 @@ from .loop import CloverGenerateOutput, speculate
 from .private_api import generate_plainly, original, why_unavailable
 from .ranks import share_random_state
 from .record import Speculation, report
+from .state import Text
 from .support import Route, choose_route, warn
 from .target_run import capture_before_final_norm
-from .walk import Text
 
 logger = logging.get_logger(__name__)
 

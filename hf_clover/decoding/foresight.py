@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .walk import Text, random_state
+from .state import Text, random_state
 
 LEAST = 0.001  # of the best token's probability: what is under it in the draft is no guess, however lucky
 

@@ -23,11 +23,12 @@ from .foresight import foresee
 from .private_api import any_goes_on, is_the_users
 from .ranks import shared_budget
 from .record import Speculation, report
+from .state import Text
 from .static_drafting import compiled_drafter
 from .support import warn
 from .target_run import TargetRun
 from .tree import Tree, chain_of, root_only, with_chain
-from .walk import Text, greedy_walk, replay
+from .walk import greedy_walk, replay
 
 CATCH_UP_BLOCK = 128
 DROP_BELOW = 0.75  # of a batch's rows going on

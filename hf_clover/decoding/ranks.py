@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from ..network.target_parts import device_of
 from .budget import Budget
+from .state import random_state, set_random_state
 from .tree import Tree
-from .walk import random_state, set_random_state
 
 
 def tensor_parallel_group(target: PreTrainedModel) -> Any:

@@ -20,9 +20,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from ..network.target_parts import device_of
 from .attention import TREE_ATTENTION, never_packed, shared_heads
 from .private_api import attention_of, has_sdpa, keeps_a_state
+from .state import Text
 from .target_run import TargetRun, capture_before_final_norm, takes_positions
 from .tree import Tree
-from .walk import Text
 
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 LARGEST_TREE = 512  # slots that a step may use beyond the text, generously

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from ..decoding.private_api import inputs_after, read_prompt
-from ..decoding.walk import Text
+from ..decoding.state import Text
 
 
 def own_seed(ids: Sequence[int], seed: int) -> int:
