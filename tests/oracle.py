@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from hf_clover.decoding import loop
+from hf_clover.decoding import heads_run
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.tree import Tree, root_only
 
@@ -81,7 +81,7 @@ def planted(truth: torch.Tensor, start: int, seed: int = 0) -> Iterator[None]:
         return nullcontext(generator(heads, prompt_mask, block))
 
     with (
-        mock.patch.object(loop, "CloverCandidateGenerator", generator),
-        mock.patch.object(loop, "compiled_drafter", instead_of_a_compiled_one),
+        mock.patch.object(heads_run, "CloverCandidateGenerator", generator),
+        mock.patch.object(heads_run, "compiled_drafter", instead_of_a_compiled_one),
     ):
         yield

@@ -279,9 +279,9 @@ def widened(mask, length):
     return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
 
 
-def run_over(target, mask):
-    """A run whose prompt is seen through `mask` [B, T]."""
-    kwargs = dict(attention_mask=mask, position_ids=positions_of(mask), use_cache=True)
+def run_over(target, mask, cache=None):
+    """A run whose prompt is seen through `mask` [B, T], and that goes on from `cache`."""
+    kwargs = dict(attention_mask=mask, position_ids=positions_of(mask), past_key_values=cache, use_cache=True)
     return TargetRun(target, GenerationConfig(max_length=100, pad_token_id=0), kwargs)
 
 
@@ -442,7 +442,7 @@ def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
     with run.open(), torch.no_grad():
         run.prefill(ids)
         advance(run, truth, until, seed=until)
-    cache = run.hand_back(None, until)
+    cache = run.hand_back(until)
     reference = DynamicCache(config=target.config)
     with torch.no_grad():
         full_mask = widened(mask, until)
@@ -462,7 +462,7 @@ def test_a_wrong_cache_would_be_noticed(target):
     with run.open(), torch.no_grad():
         run.prefill(ids)
         advance(run, truth.roll(1, dims=0), 20, seed=3)
-    more = generate(target, truth[:, :21], mask, 10, past_key_values=run.hand_back(None, 20))
+    more = generate(target, truth[:, :21], mask, 10, past_key_values=run.hand_back(20))
     assert not torch.equal(more.sequences, truth[:, :31])
 
 
@@ -485,8 +485,7 @@ def test_two_turns_through_the_users_cache(target, kind, shape, turn):
     truth = generate(target, asked, mask, NEW).sequences  # without any cache from before
 
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers if layer.is_initialized]
-    run, until = run_over(target, asked_mask), asked.shape[1] + 11
-    run.adopt(cache)
+    run, until = run_over(target, asked_mask, cache), asked.shape[1] + 11
     with run.open(), torch.no_grad():
         first = run.prefill(asked)
         assert torch.equal(first.argmax(-1)[:, 0], truth[:, asked.shape[1]])
@@ -496,7 +495,7 @@ def test_two_turns_through_the_users_cache(target, kind, shape, turn):
     for layer, (keys, values) in zip(cache.layers, before):
         assert torch.equal(layer.keys, keys), "the user's cache is as it was until it is handed back"
         assert torch.equal(layer.values, values)
-    assert run.hand_back(cache, until) is cache
+    assert run.hand_back(until) is cache
     assert int(cache.get_seq_length()) == until
     more = generate(target, truth[:, : until + 1], mask, truth.shape[1] - until - 1, past_key_values=cache)
     assert torch.equal(more.sequences, truth)
@@ -517,6 +516,6 @@ def test_a_chain_catches_up(target):
         logits = run.verify(chain_of(truth.gather(1, starts + torch.arange(6))))
         assert torch.equal(logits.argmax(-1), truth.gather(1, starts + 1 + torch.arange(6)))
         run.commit([range(gap) for gap in gaps])
-    cache = run.hand_back(None, width + 6)
+    cache = run.hand_back(width + 6)
     more = generate(target, truth[:, : width + 7], mask, NEW - 7, past_key_values=cache)
     assert torch.equal(more.sequences, truth)

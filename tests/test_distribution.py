@@ -15,7 +15,7 @@ from fitting import fit
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import loop
+from hf_clover.decoding import heads_run, loop
 
 VOCABULARY, STEPS, ROWS, ROUNDS = 6, 3, 500, 44  # 22,000 continuations of 3 tokens
 PROMPT = torch.tensor([[1, 4, 2, 5, 3]])
@@ -147,7 +147,7 @@ def every_text(model, inputs, monkeypatch, **options):
     texts, accepted = [defaultdict(float) for _ in rows], 0
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", multinomial)
-        patch.setattr(loop, "foresee", lambda *_: None)  # of dice that are not thrown
+        patch.setattr(heads_run, "foresee", lambda *_: None)  # of dice that are not thrown
         while not all(row.done for row in rows):
             out = model.generate(
                 **inputs, do_sample=True, max_new_tokens=STEPS, pad_token_id=0, return_dict_in_generate=True, **options

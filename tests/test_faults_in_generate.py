@@ -249,10 +249,10 @@ def test_compiled_heads_that_give_no_numbers(model, heads):
 
 def test_looking_for_nan_costs_no_transfer(model, heads):
     """What the walk needs of a tree comes to the host at once; nothing else is asked of it in a step of fixed size."""
-    from hf_clover.decoding import loop
+    from hf_clover.decoding.heads_run import HeadsRun
 
     inputs, asked = ragged_batch(VOCABULARY, (7,)), []
-    draft = loop._draft
+    draft = HeadsRun.draft
 
     class Watched(torch.Tensor):
         @classmethod
@@ -261,8 +261,8 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
                 asked.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    def watched(drafter, budget, *rest):
-        original = drafter.draft
+    def watched(ours, vocab_size):
+        drafter, original = ours.drafter, ours.drafter.draft
 
         def drafting(*args, **kwargs):
             tree = original(*args, **kwargs)
@@ -272,7 +272,7 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
 
         drafter.draft = drafting
         try:
-            tree = draft(drafter, budget, *rest)
+            tree = draft(ours, vocab_size)
         finally:
             del drafter.draft
         assert asked == [], "between the draft and the target's forward the host waits for nothing"
@@ -280,7 +280,7 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
         return tree
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_draft", watched)
+        patch.setattr(HeadsRun, "draft", watched)
         out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, num_assistant_tokens=4)
     assert out.shape[1] == 7 + NEW
 

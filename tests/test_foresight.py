@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import loop
+from hf_clover.decoding import heads_run
 from hf_clover.decoding.foresight import Foresight, foresee
 from hf_clover.decoding.state import Text
 
@@ -90,7 +90,7 @@ def test_heads_that_agree_with_the_target_are_always_right(temperature):
     with agreeing:
         torch.manual_seed(3)
         foreseen = target.generate(**common, **speculative)
-        with mock.patch.object(loop, "foresee", return_value=None):
+        with mock.patch.object(heads_run, "foresee", return_value=None):
             torch.manual_seed(3)
             blind = target.generate(**common, **speculative)
     assert torch.equal(foreseen.sequences, truth)

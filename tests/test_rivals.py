@@ -10,7 +10,7 @@ import zoo
 from training.tiny import make_target, make_tokenizer, own_text
 
 from hf_clover import CloverHeads, CloverTrainingConfig
-from hf_clover.decoding import loop
+from hf_clover.decoding import heads_run
 from hf_clover.decoding.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "experiments"))
@@ -154,7 +154,7 @@ def one_by_one(
     return total, outputs
 
 
-def fed(heads: RivalHeads, widths: tuple[int, ...]) -> tuple[loop.CloverCandidateGenerator, list, list]:
+def fed(heads: RivalHeads, widths: tuple[int, ...]) -> tuple[heads_run.CloverCandidateGenerator, list, list]:
     """A drafter of two rows of unequal text, the second one padded, that got it in pieces of these widths; and the
     rows' hidden states and tokens."""
     torch.manual_seed(5)

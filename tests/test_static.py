@@ -351,10 +351,10 @@ def running(target, inputs, graphs=None):
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, "logits_to_keep": 1}
     config = GenerationConfig(max_length=LONGEST)
-    run = TargetRun(target, config, kwargs)
     if graphs is not None:
         config.compile_config = graphs.config
-        run.adopt(StaticCache(config=target.config, max_cache_len=LONGEST))
+        kwargs["past_key_values"] = StaticCache(config=target.config, max_cache_len=LONGEST)
+    run = TargetRun(target, config, kwargs)
     with run.open(), torch.no_grad():
         run.prefill(inputs["input_ids"], limit=LONGEST)
         assert isinstance(run.cache, StaticTreeCache) == (graphs is not None)

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop, tree
 from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.heads_run import HeadsRun
 from hf_clover.decoding.static_drafting import CompiledDrafter
 from hf_clover.decoding.target_run import TargetRun
 
@@ -35,7 +36,7 @@ PARTS = {  # what of a step is where; what a part calls that is one itself count
     "masks": [(TargetRun, "_masks")],
     "walk": [(loop, "greedy_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
-    "take-in": [(loop, "_take_in_walk")],
+    "take-in": [(HeadsRun, "take_in")],
     "draft": [(CloverCandidateGenerator, "draft"), (CompiledDrafter, "draft")],
 }
 NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}  # are launched by no operator of these

@@ -24,7 +24,7 @@ from common import HERE, PLAIN, finish, line, panel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import drafting, loop
+from hf_clover.decoding import drafting, heads_run
 from hf_clover.measure.benchmark import measure, plain, with_heads
 
 SIZES = {  # about so many parameters
@@ -109,7 +109,7 @@ class OracleGenerator(drafting.CloverCandidateGenerator):
 @contextmanager
 def drafting_by(oracle: Oracle) -> Iterator[None]:
     generator = type("OfThisText", (OracleGenerator,), {"oracle": oracle})
-    with mock.patch.object(loop, "CloverCandidateGenerator", generator):
+    with mock.patch.object(heads_run, "CloverCandidateGenerator", generator):
         yield
 
 

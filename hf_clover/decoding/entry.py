@@ -59,7 +59,7 @@ def generate_with(
     options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
     if route.method == "tree":
         budget = {"num_assistant_tokens": num_assistant_tokens, "is_ceiling": schedule not in (None, "constant")}
-        return speculate(model, heads, *arguments, **budget, **options)
+        return speculate(model, heads, input_ids, text, model_kwargs, **budget, synced_gpus=synced_gpus)
     name = type(model).__name__
     if route.method == "chain":
         warn(f"`{name}` cannot verify a tree ({route.reason}); one chain at a time is drafted instead")

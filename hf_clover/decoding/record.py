@@ -4,10 +4,17 @@ Contract: one `Speculation` a call, filled by the loop and handed to `report` at
 `out.speculation`, and to whoever listens with `speculations()`. Nothing here is read by the decoding itself.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+
+@dataclass
+class Clock:
+    seconds: float = 0.0
+    ended: float = 0.0  # by `time.perf_counter`
 
 
 @dataclass
@@ -29,10 +36,23 @@ class Speculation:
     method: str = "tree"  # or "chain" or "plain", with `reason`, where the target cannot verify a tree
     reason: str | None = None
 
+    @contextmanager
+    def clock(self, part: str) -> Iterator["Clock"]:
+        """Adds the time of the block to `draft_seconds`, `verify_seconds` or `walk_seconds`."""
+        clock, started = Clock(), time.perf_counter()
+        yield clock
+        clock.ended = time.perf_counter()
+        clock.seconds = clock.ended - started
+        setattr(self, f"{part}_seconds", getattr(self, f"{part}_seconds") + clock.seconds)
+
     @property
     def tokens_per_forward(self) -> float:
         """Tokens emitted per target forward (and row), the prompt's forward and the bonus token included."""
         return self.new_tokens / max(self.row_forwards, 1)
+
+    def count_prompt(self, rows: int) -> None:
+        """The prompt's forward, which gives each row its first token."""
+        self.target_forwards, self.row_forwards = 1, rows
 
     def count(self, size: int, paths: Sequence[Sequence[int]], emitted: int) -> None:
         """One forward over trees of `size` nodes with the root, of which the unfinished rows walked `paths`."""

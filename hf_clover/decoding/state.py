@@ -8,6 +8,7 @@ Shapes: B batch, V vocabulary, L text columns.
 """
 
 import copy
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.generation import logits_process
 
 from .private_api import pad_token_of
+from .tree import Tree, root_only
 
 # Processors that are a pure function of one row: these may be called on each row when that row is there. Any other
 # (a user's, a stateful one, one that reads a row's place in the batch) sees the whole batch, as in plain generate.
@@ -126,6 +128,16 @@ class Text:
         return all(self.finished)
 
     @property
+    def habits(self) -> tuple[Hashable, Hashable, int | None]:
+        """What the cost of a step and the worth of a draft depend on in the caller's settings, and how many tokens a
+        cache of fixed length holds beyond the text."""
+        # To a digit: what is learned is kept, and a server may see any temperature there is.
+        picking = self.config.do_sample and round(self.config.temperature, 1)
+        longest = getattr(self.config, "max_cache_len", None)
+        room = None if longest is None else longest - self.max_length
+        return self.config.cache_implementation, (self.config.do_sample, picking), room
+
+    @property
     def unfinished(self) -> list[int]:
         """Places among the live rows."""
         return [place for place, row in enumerate(self.live) if not self.finished[row]]
@@ -137,6 +149,14 @@ class Text:
     def live_rows(self) -> list[torch.Tensor]:
         rows = self.rows()
         return [rows[row] for row in self.live]
+
+    def last_tokens(self) -> Tree:
+        """Of the live rows, as trees of one node each: what a forward takes that keeps other processes company."""
+        return root_only(torch.stack([row[-1] for row in self.live_rows()]))
+
+    def end(self) -> None:
+        if self.streamer is not None:
+            self.streamer.end()
 
     def sequences(self) -> torch.Tensor:
         """[B, L]: rows that ended early padded as plain generate pads them."""

@@ -22,7 +22,7 @@ from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
-from .private_api import as_for_decoding, read_prompt, wants_compiling
+from .private_api import any_goes_on, as_for_decoding, is_the_users, read_prompt, wants_compiling
 from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
@@ -31,9 +31,10 @@ from .static_target import (
     note_hidden,
     verify_step,
 )
-from .tree import Tree
+from .tree import Tree, chain_of, root_only
 
 Held = TypeVar("Held")
+CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 
 # Inputs of the prompt alone, or made anew for every forward: the rest of `model_kwargs` goes into every forward.
 _PROMPT_INPUTS = (
@@ -53,7 +54,7 @@ class TargetRun:
         widest: int = NODE_COUNTS[-1],
     ) -> None:
         """`widest`: the largest tree that a step may verify, with its root; what is wider is not compiled."""
-        self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
+        self.target, self.generation_config, self.model_kwargs = target, generation_config, dict(model_kwargs)
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
@@ -61,8 +62,10 @@ class TargetRun:
         self.forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in _PROMPT_INPUTS and v is not None}
         self.hidden: torch.Tensor | None = None  # [B, n, d] of the last forward, before the final norm
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
+        self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
         self.widest = widest
-        self._theirs: Any = None  # the cache that plain generate would use
+        self.theirs = self.model_kwargs.pop("past_key_values", None)  # the user's, or a new one that plain would use
+        self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
         self.is_compiled = False
         self._step: Callable = verify_step
         self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
@@ -98,9 +101,9 @@ class TargetRun:
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask.bool()
-        if wants_compiling(self.target, self.generation_config, self._theirs):
+        if wants_compiling(self.target, self.generation_config, self.theirs):
             self._become_static(batch)
-        self._load(self._theirs)
+        self._load(self.theirs)
         kwargs = {**self.model_kwargs, "past_key_values": self.cache}
         self._captured.clear()
         known = self.cache.get_seq_length()
@@ -165,11 +168,24 @@ class TargetRun:
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the walked nodes of each row (the prefill's own token is already kept: its path is empty)."""
+        root = self.next_position
+        self.root_position = root.reshape(-1, *root.shape[-2:])[0]
         self.cache.commit(paths)
 
     @property
+    def has_the_users_cache(self) -> bool:
+        return is_the_users(self.theirs)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether somebody will see the cache when the text is over."""
+        return self.generation_config.return_dict_in_generate or self.has_the_users_cache
+
+    @property
     def can_drop_rows(self) -> bool:
-        return not self.is_compiled and not any(isinstance(v, torch.Tensor) for v in self.forward_kwargs.values())
+        if self.is_compiled or self.keeps_cache:
+            return False
+        return not any(isinstance(value, torch.Tensor) for value in self.forward_kwargs.values())
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order; the others' keys and values are gone."""
@@ -209,11 +225,6 @@ class TargetRun:
 
     # ------------------------------------------------------------------ other caches
 
-    def adopt(self, other: Any | None) -> int:
-        """Continue from a user's cache, or a new one that plain generate would use; returns the columns it holds."""
-        self._theirs = other
-        return 0 if other is None else int(other.get_seq_length())
-
     def hold(self, context: AbstractContextManager[Held]) -> Held:
         """Enters `context` for as long as this run is open."""
         return self._open.enter_context(context)
@@ -221,7 +232,7 @@ class TargetRun:
     def _become_static(self, batch: int) -> None:
         embeds = self.model_kwargs.get("inputs_embeds")
         longest = self.generation_config.max_length + (0 if embeds is None else embeds.shape[1])
-        plain = [layer.max_cache_len for layer in self._theirs.layers if not layer.is_sliding]
+        plain = [layer.max_cache_len for layer in self.theirs.layers if not layer.is_sliding]
         slots = max([longest, *plain]) + max(self.widest, SPARE_SLOTS)
         self.cache = self._open.enter_context(lent_cache(self.target, self.num_layers, batch, slots))
         if self.prompt_mask is not None:
@@ -240,19 +251,36 @@ class TargetRun:
             ]
             self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
 
-    def hand_back(self, other: Any | None, length: int) -> Any:
-        """The first `length` columns as a cache that plain generate can continue: the user's own, or a new one."""
-        cache = other if other is not None else DynamicCache(config=self.text_config)
+    def hand_back(self, columns: int) -> Any:
+        """The first `columns` as a cache that plain generate can continue: the user's own, or a new one."""
+        cache = self.theirs if self.theirs is not None else DynamicCache(config=self.text_config)
         if isinstance(cache, DynamicCache):
             # New layers, in the user's object: what `reset` leaves in a dynamic layer differs between versions.
             cache.layers[:] = DynamicCache(config=self.text_config).layers[: self.num_layers]
         else:
             cache.reset()
         for layer_idx in range(self.num_layers):
-            states = self.cache.export(layer_idx, length)
+            states = self.cache.export(layer_idx, columns)
             if states is not None:
                 cache.update(states[0].clone(), states[1].clone(), layer_idx)
         return cache
+
+    def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
+        """Keys and values of everything but the last token of `sequences` [B, L], where rows that ended early are
+        padded as plain generate pads them; returns their number."""
+        columns, device, width = max(self.cache.lengths), sequences.device, sequences.shape[1]
+        while any_goes_on(self.target, min(self.cache.lengths) == columns, synced_gpus, device):
+            if min(self.cache.lengths) == columns:  # another process's rows are still uneven: keep it company
+                self.verify(root_only(sequences[:, -1]))
+                continue
+            missing = [columns - length for length in self.cache.lengths]
+            block = min(max(missing), CATCH_UP_BLOCK)
+            starts = torch.tensor([width - 1 - gap for gap in missing], device=device)[:, None]  # [B, 1]
+            order = torch.arange(block, device=device)  # [block]
+            tokens = sequences.gather(1, (starts + order).clamp(max=width - 1))  # [B, block]
+            self.verify(chain_of(tokens))
+            self.commit([range(min(gap, block)) for gap in missing])
+        return columns
 
 
 _listeners: WeakKeyDictionary[PreTrainedModel, "_FinalNorm"] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_clover import CloverConfig, CloverHeads, CloverTrainer
-from hf_clover.decoding import entry, loop
+from hf_clover.decoding import entry, heads_run, loop
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.training.teacher import Teacher
@@ -63,14 +63,14 @@ def admitted() -> Iterator[None]:
     def with_their_own(target: PreTrainedModel, heads: CloverHeads, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(heads, RivalHeads):
             return speculate(target, heads, *args, **kwargs)
-        generation_config = args[3]
+        generation_config = args[1].config
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"`cache_implementation={generation_config.cache_implementation!r}`: rivals draft with growing caches "
                 "only. Leave it at None."
             )
         with (
-            mock.patch.object(loop, "CloverCandidateGenerator", heads.generator),
+            mock.patch.object(heads_run, "CloverCandidateGenerator", heads.generator),
             mock.patch.object(loop, "TargetRun", heads.run),
         ):
             return speculate(target, heads, *args, **kwargs)

@@ -1,0 +1,114 @@
+"""The heads' side of one call: what they take in of the text, and what they draft.
+
+Contract: `HeadsRun` stands beside the `TargetRun` of the same call and knows it, the text and the budget. It gives the
+heads every position that the target has settled, asks the budget for a size and the heads for a tree, lets rows that
+have ended leave both sides, and hands the cache back when the text is over, with what the heads know of it.
+
+Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..network.modeling_clover import CloverHeads
+from .budget import Budget
+from .drafting import CloverCandidateGenerator
+from .foresight import foresee
+from .state import Text
+from .static_drafting import compiled_drafter
+from .support import warn
+from .target_run import TargetRun
+from .tree import Tree, with_chain
+
+DROP_BELOW = 0.75  # of a batch's rows going on
+
+
+class HeadsRun:
+    def __init__(self, heads: CloverHeads, budget: Budget, run: TargetRun, text: Text) -> None:
+        self.run, self.text, self.budget = run, text, budget
+        self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
+        self.drafter = self._drafter_of_conversation(heads)
+        budget.has_fixed_reach = run.is_compiled
+
+    def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
+        """The one that it had, or a new one, compiled if the target is."""
+        run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
+        if mask is not None:
+            mask = mask[:, -run.hidden.shape[1] :]
+        if run.is_compiled and not run.has_the_users_cache:
+            settings = (config.compile_config, mask, config.prefill_chunk_size)
+            return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
+        return CloverCandidateGenerator.for_conversation(
+            heads, run.theirs, run.known_columns, mask, config.prefill_chunk_size
+        )
+
+    # ------------------------------------------------------------------ what the heads take in
+
+    def take_in_prompt(self) -> None:
+        """Every prompt position that the target has just computed, each with the token after it."""
+        if not self.is_needed:
+            return
+        hidden, rows = self.run.hidden, self.text.rows()  # [B, T, d]
+        known = min(hidden.shape[1], rows[0].shape[0])  # a prompt of embeddings has no tokens but the one just emitted
+        if known < hidden.shape[1]:
+            self.drafter.prompt_mask = None
+        tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
+        positions = self.run.model_kwargs["position_ids"]
+        positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
+        self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
+
+    def take_in(self, paths: Sequence[Sequence[int]]) -> None:
+        """Every walked node, each with the token emitted at it."""
+        text, run = self.text, self.run
+        if text.found_no_drafts and not self.drafter.is_broken:  # which the walk sees at no cost
+            self.drafter.is_broken = True
+            warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
+        if text.done and not run.keeps_cache:
+            return
+        counts = [len(path) for path in paths]
+        longest, device = max(counts), run.hidden.device
+        hidden = run.hidden[:, :longest]  # [B, m, d]
+        if any(path != list(range(len(path))) for path in paths):
+            index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)  # [B, m]
+            hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))
+        tokens = [
+            torch.nn.functional.pad(row[len(row) - count :], (0, longest - count))
+            for row, count in zip(text.live_rows(), counts, strict=True)
+        ]
+        positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
+        self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
+
+    # ------------------------------------------------------------------ what they draft
+
+    def draft(self, vocab_size: int) -> Tree:
+        """A tree of as many nodes as the budget asks for, below the last tokens."""
+        text, lengths, unfinished = self.text, self.run.cache.lengths, self.text.unfinished
+        nodes = self.budget.ask(len(unfinished), max(lengths))
+        foresight = foresee(text, min(nodes, self.drafter.config.draft_depth), vocab_size) if nodes else None
+        tree = self.drafter.draft(nodes, foresight=foresight)
+        tree = self.budget.cut(tree, unfinished, [lengths[place] for place in unfinished])
+        if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
+            finished = torch.tensor(text.finished, device=tree.tokens.device)
+            tree = with_chain(tree, finished, text.pad)
+        return tree
+
+    # ------------------------------------------------------------------ rows and texts that end
+
+    def drop_finished_rows(self) -> None:
+        """Rows that have ended leave the batch, once they are so many that copying the others' cache pays."""
+        text, going = self.text, self.text.unfinished
+        if not going or text.in_lockstep or not self.run.can_drop_rows or len(going) > DROP_BELOW * len(text.live):
+            return
+        self.run.keep_rows(going)
+        self.drafter.keep_rows(going)
+        text.live = [text.live[place] for place in going]
+
+    def hand_back(self, sequences: torch.Tensor, synced_gpus: bool) -> Any:
+        """The cache, which the caller or plain generate can go on with, where anybody gets it."""
+        if not self.run.keeps_cache:
+            return None
+        cache = self.run.hand_back(self.run.bring_rows_to_one_length(sequences, synced_gpus))
+        self.drafter.remember(cache, int(cache.get_seq_length()))
+        return cache
