@@ -41,6 +41,7 @@ from ..network.packing import pack_for_cpu
 from ..network.variants import CHOICES
 from .prompts import Question
 from .provenance import provenance
+from .whole_files import write_whole
 
 logger = logging.get_logger(__name__)
 
@@ -584,9 +585,7 @@ def circumstances(
 def write(result: dict[str, Any], path: str | os.PathLike) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.new")  # whoever is killed while writing has the one before
-    new.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return new.replace(path)
+    return write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 __all__ = [

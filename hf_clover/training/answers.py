@@ -33,7 +33,7 @@ from ..hub.push import write_results
 from ..making.loading import gguf_file_of
 from ..measure.provenance import provenance
 from .row_by_row import decode, own_random_numbers, own_seed
-from .storage import write_whole
+from .storage import claim
 
 logger = logging.get_logger(__name__)
 
@@ -290,15 +290,7 @@ def _claim(note: Path, dataset: Dataset, settings: dict[str, Any]) -> None:
         "first_samples_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
         "settings": json.loads(json.dumps(settings, default=str)),
     }
-    if note.exists():
-        written = json.loads(note.read_text())
-        differing = [name for name, value in identity.items() if written.get(name) != value]
-        if differing:
-            raise ValueError(
-                f"`output_dir` {str(note.parent.parent)!r} holds answers to another dataset or with other settings: "
-                f"{', '.join(differing)} differ. Choose another `output_dir`, or delete that folder."
-            )
-    write_whole(note, json.dumps(identity, indent=2) + "\n")
+    claim(note, identity, "output_dir", note.parent.parent, "answers to another dataset or with other settings")
 
 
 def _write_line(file: Any, **line: Any) -> None:

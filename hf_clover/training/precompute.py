@@ -7,7 +7,6 @@ pass goes on after its last finished shard. This module knows the target as some
 """
 
 import hashlib
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
-from .storage import write_whole
+from .storage import claim
 from .teacher import to_device
 
 logger = logging.get_logger(__name__)
@@ -36,6 +35,7 @@ class Target(Protocol):
     """What is asked of the target here; `teacher.Teacher` is one."""
 
     heads: Any
+    state_size: int  # numbers kept for a token
 
     def hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor: ...
 
@@ -65,11 +65,12 @@ def precompute_targets(
             "`precompute_targets=True` needs a dataset of known length, and `train_dataset` is a stream: load it "
             "without streaming, or set `precompute_targets=False`."
         )
-    folder, size = Path(folder), target.heads.config.hidden_size
+    folder, size = Path(folder), target.state_size
     lengths = [len(ids) for ids in dataset["input_ids"]]
     shards = _plan_shards(lengths, bytes_per_token=2 * size, shard_bytes=shard_bytes)
     if accelerator.is_main_process:
-        _claim(folder, _identity(dataset, target))
+        held = "the hidden states of another dataset or target"
+        claim(folder / "identity.json", _identity(dataset, target), "precompute_dir", folder, held)
         missing = sum(sum(lengths[a:b]) for a, b in shards if not _shard(folder, a, b).exists()) * 2 * size
         _check_room(folder, needed=missing, total=sum(lengths) * 2 * size)
     accelerator.wait_for_everyone()
@@ -165,21 +166,6 @@ def _identity(dataset: Dataset, target: Target) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "target_fingerprint": config.target_fingerprint,
     }
-
-
-def _claim(folder: Path, identity: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    note = folder / "identity.json"
-    if note.exists():
-        written = json.loads(note.read_text())
-        differing = [name for name, value in identity.items() if written.get(name) != value]
-        if differing:
-            raise ValueError(
-                f"`precompute_dir` {str(folder)!r} holds the hidden states of another dataset or target: "
-                f"{', '.join(differing)} differ. Choose another `precompute_dir`, or delete that folder."
-            )
-        return  # nothing is written again that another run may be reading
-    write_whole(note, json.dumps(identity, indent=2) + "\n")
 
 
 def _check_room(folder: Path, needed: int, total: int) -> None:

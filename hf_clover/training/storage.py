@@ -17,6 +17,8 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from ..measure.whole_files import write_whole
+
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json")
@@ -136,11 +138,19 @@ def _damage(file: Path) -> str | None:
     return None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there whole or as it was before, whatever happens meanwhile."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+def claim(note: Path, identity: dict[str, Any], argument: str, folder: Path, held: str) -> None:
+    """A folder belongs to what was written there first: `note` says to what. `held`: what it holds if to another."""
+    note.parent.mkdir(parents=True, exist_ok=True)
+    if not note.exists():
+        write_whole(note, json.dumps(identity, indent=2) + "\n")
+        return  # nothing is written again that another run may be reading
+    written = json.loads(note.read_text())
+    differing = [name for name, value in identity.items() if written.get(name) != value]
+    if differing:
+        raise ValueError(
+            f"`{argument}` {str(folder)!r} holds {held}: {', '.join(differing)} differ. Choose another `{argument}`, "
+            "or delete that folder."
+        )
 
 
-__all__ = ["WholeCheckpoints", "checkpoint_to_resume", "checkpoints_in", "what_is_broken", "write_whole"]
+__all__ = ["WholeCheckpoints", "checkpoint_to_resume", "checkpoints_in", "claim", "what_is_broken"]

@@ -52,6 +52,11 @@ class Teacher:
         accepted = inspect.signature(unwrap(model).forward).parameters
         self._last_logit_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
+    @property
+    def state_size(self) -> int:
+        """Numbers that `hidden_states` gives for a token."""
+        return self.heads.config.hidden_size
+
     def place(self, accelerator: Accelerator) -> None:
         """Bring the target to the device, in shards where FSDP or ZeRO stage 3 is on."""
         if accelerator.distributed_type == DistributedType.FSDP:

@@ -21,7 +21,8 @@ from tiny import make_target, make_trainer
 from transformers import Trainer, TrainerCallback
 
 from hf_clover import CloverHeads
-from hf_clover.training.storage import checkpoints_in, what_is_broken, write_whole
+from hf_clover.measure.whole_files import write_whole
+from hf_clover.training.storage import checkpoints_in, what_is_broken
 
 FULL = (
     4096  # bytes that a file may have on the disk that is full; a checkpoint's configuration fits, its weights do not

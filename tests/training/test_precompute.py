@@ -77,7 +77,8 @@ class CountingTeacher:
         self.teacher = Teacher(target, CloverHeads.from_target(target))
         if seed:  # a fine-tune: the same lm_head, other layers
             target.model.layers.load_state_dict(make_target(seed=seed).model.layers.state_dict())
-        self.heads, self.fails_after, self.samples = self.teacher.heads, fails_after, 0
+        self.heads, self.state_size = self.teacher.heads, self.teacher.state_size
+        self.fails_after, self.samples = fails_after, 0
 
     def hidden_states(self, batch: dict[str, Any]) -> torch.Tensor:
         self.samples += len(batch["input_ids"])

@@ -75,6 +75,10 @@ class FeatureRun(TargetRun):
 class FeatureTeacher(Teacher):
     """The same in training."""
 
+    @property
+    def state_size(self) -> int:
+        return 4 * super().state_size
+
     def hidden_states(self, inputs: Any) -> torch.Tensor:
         with layer_inputs(self.model) as captured:
             last = super().hidden_states(inputs)  # [B, T, d]
