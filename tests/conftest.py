@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -17,6 +19,44 @@ from hf_clover.decoding.budget import FixedBudget, check_nodes
 
 # A shell starts what runs in its background with Ctrl-C ignored, and programs started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# ---------------------------------------------------------------------- two sets of tests
+
+ROOT = Path(__file__).resolve().parents[1]
+CONCERNS_ALL = ("tests/conftest.py", "pyproject.toml", "setup.cfg", "constraints.txt")
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("two sets", "the short one, which every change must pass, and the long one")
+    group.addoption("--all", action="store_true", help="both sets")
+    group.addoption("--since", metavar="COMMIT", help="the short set, and of the long one what has changed since")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.all:
+        return
+    changed = _changed_since(config.option.since)
+    named = {Path(argument.partition("::")[0]).resolve() for argument in config.args}
+    left_out = [item for item in items if item.path not in named and not _is_for(item, changed)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _changed_since(commit):
+    """Files by their paths in the repository."""
+    if not commit:
+        return []
+    words = ["git", "-C", str(ROOT), "diff", "--name-only", commit, "--"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+
+
+def _is_for(item, changed):
+    """Whether a test is in the short set, or is about a file or folder in which something has changed."""
+    marks = list(item.iter_markers("long"))
+    about = {path for mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
+    return not marks or any(file == path or file.startswith(f"{path}/") for file in changed for path in about)
 
 
 @pytest.fixture(autouse=True)

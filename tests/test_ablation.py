@@ -5,6 +5,8 @@ from test_experiments import experiment, folder, run  # noqa: F401  (fixtures)
 
 from hf_clover.training.optimizers import muon_rate
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 
 def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F811
     module = experiment("ablation")

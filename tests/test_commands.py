@@ -27,6 +27,8 @@ from hf_clover.apps.live import LiveStreamer
 from hf_clover.cli import inputs
 from hf_clover.measure.step_record import StepRecord
 
+pytestmark = pytest.mark.long("hf_clover/cli", "hf_clover/apps")
+
 FIGURES = re.compile(r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s \((\d+) tokens, (\d+) forwards, [\d.]+ s\)")
 
 
@@ -398,7 +400,6 @@ def rest_of(process: subprocess.Popen, stdin: bytes = b"", limit: float = 120) -
         pytest.fail(f"did not end; stdout {out[-500:]}, stderr:\n{err.decode(errors='replace')[-8000:]}")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_chat(models):
     process = start("chat", *models, "--max-new-tokens", "500")  # the second answer is written to its end
@@ -414,7 +415,6 @@ def test_a_real_ctrl_c_in_chat(models):
     assert out.count(b"stopped; ") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_generate(models):
     process = start("generate", "(((", *models, "--max-new-tokens", "4000")

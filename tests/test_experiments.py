@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
 SPECIAL = ["<pad>", "<s>", "</s>"]

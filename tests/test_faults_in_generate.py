@@ -44,7 +44,7 @@ def heads(model):
 # ---------------------------------------------------------------------- memory
 
 
-@pytest.mark.slow
+@pytest.mark.long("hf_clover/decoding")
 @pytest.mark.automatic
 def test_memory_does_not_grow(model, heads):
     """500 generations of many kinds; what is learned of the first is kept, and nothing after that."""

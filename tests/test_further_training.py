@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_experiments import experiment, folder, run  # noqa: F401  (fixtures)
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 pytest.importorskip("peft")
 
 

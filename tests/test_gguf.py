@@ -20,6 +20,8 @@ from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, cli
 from hf_clover.making.loading import load_target, load_tokenizer
 from hf_clover.training import script
 
+pytestmark = pytest.mark.long("hf_clover/making")
+
 NAME = "tiny.Q8_0.gguf"
 
 

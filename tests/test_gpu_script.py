@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
 
@@ -31,7 +33,6 @@ def run(gpu: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.slow
 def test_every_stage(gpu, tmp_path):
     result = run(gpu, tmp_path)
     assert (result["kind"], result["name"], result["settings"]["toy"]) == ("experiment", "gpu", True)

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.decoding.tree import chain_of
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
 SPECIAL = ["<pad>", "<s>", "</s>"]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from test_learning import EXPERIMENTS, SIZES, folder  # noqa: F401, the fixture
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 pytest.importorskip("matplotlib")
 
 #       0  1  2  3  4  5  6  7  8  9

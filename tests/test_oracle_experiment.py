@@ -11,6 +11,8 @@ import torch
 
 from hf_clover import CloverHeads
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 pytest.importorskip("matplotlib")
 pytest.importorskip("trl")  # which the experiments' common parts need
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long("hub_cards", "hf_clover/hub")
+
 ROOT = Path(__file__).parent.parent
 PARTS = ("hf_clover", "hub_cards", "tests", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 BUILD = """

@@ -14,6 +14,8 @@ from PIL import Image
 from hf_clover.measure import plots
 from hf_clover.measure.plots import THEMES, draw, figure_of, plot, settings
 
+pytestmark = pytest.mark.long("hf_clover/measure")
+
 ROOT = Path(__file__).parent.parent
 METHODS = ("plain", "clover-2", "medusa", "prompt-lookup", "assistant:my-org/some-model-0.5b")
 

@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "ex
 from rivals import RIVALS, DFlash, DSpark, Eagle1, Eagle3, Hydra, RivalHeads, admitted
 from rivals.eagle3 import FeatureRun, FeatureTeacher
 
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+
 EAGLES = (Eagle1, Eagle3)
 BLOCKS = (DFlash, DSpark)
 LENGTHS = (9, 6)  # of the text of each row below

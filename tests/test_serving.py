@@ -22,6 +22,8 @@ from hf_clover import CloverHeads, cli
 from hf_clover.apps import serving
 from hf_clover.cli import serving as command
 
+pytestmark = pytest.mark.long("hf_clover/apps")
+
 NAME = "tiny"
 TEXTS = (PROMPT, "for x in", "if a", "while ", "import ", "x = [")
 

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from hf_clover import CloverHeads
 
+pytestmark = pytest.mark.long("examples/smollm2", "hf_clover/making")
+
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "smollm2" / "make_target.py"
 
 

@@ -9,8 +9,9 @@ import torch
 from hf_clover.decoding import support
 from hf_clover.decoding.cache import TreeCache
 
+pytestmark = pytest.mark.long("hf_clover/decoding", "tests/soak.py")
 
-@pytest.mark.slow
+
 @pytest.mark.automatic
 def test_a_slice():
     """As many as a minute holds: `python tests/soak.py` runs for longer."""

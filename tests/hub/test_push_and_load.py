@@ -16,6 +16,8 @@ from huggingface_hub import ModelCard
 from hf_clover.hub.custom_generate import generate
 from hf_clover.hub.push import write_results
 
+pytestmark = pytest.mark.long("hf_clover/hub", "hub_cards", "hf_clover/network")
+
 HEADS = "org/clover-heads"
 
 

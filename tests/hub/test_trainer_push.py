@@ -2,8 +2,11 @@
 
 import json
 
+import pytest
 from hub_server import TOKEN
 from huggingface_hub import ModelCard
+
+pytestmark = pytest.mark.long("hf_clover/hub", "hub_cards", "hf_clover/network")
 
 TRAIN = """
 from datasets import Dataset

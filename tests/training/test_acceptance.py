@@ -10,6 +10,8 @@ from tiny import make_target, make_trainer, own_text
 
 from hf_clover import AcceptanceCallback, CloverHeads
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+
 SETTINGS = {  # learning rate, steps
     "clover-x": (3e-3, 80),
     "clover-2": (3e-3, 160),

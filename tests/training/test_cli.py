@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from hf_clover import CloverHeads, cli
 from hf_clover.hub import push as hub
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+
 runner = CliRunner()
 COMMANDS = ("train", "regenerate", "push")
 

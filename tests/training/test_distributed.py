@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from two_processes import answer, train
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+
 HERE = Path(__file__).parent
 
 
@@ -32,7 +34,6 @@ def launch(folder: Path, batch_size: int) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     one = train(tmp_path / "one", batch_size=4)
     two = launch(tmp_path, batch_size=2)

@@ -13,6 +13,8 @@ from transformers import TrainerCallback
 
 from hf_clover import CloverHeads, CloverTrainer
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+
 STEPS = 8
 
 

@@ -12,6 +12,8 @@ import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from two_processes import train
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+
 HERE = Path(__file__).parent
 WORKER = "deepspeed_processes.py"
 LAUNCH_FILES = HERE.parents[1] / "examples" / "accelerate"
@@ -51,7 +53,6 @@ def launch(folder: Path, stage: int) -> dict[str, Any]:
 
 
 @needs_deepspeed
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_under_deepspeed_equal_one(stage: int, tmp_path: Path) -> None:
     one = train(tmp_path / "one", batch_size=4, optim="adamw_torch")

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_clover import CloverHeads
 from hf_clover.measure.benchmark import benchmark, plain, with_heads, write
 
+pytestmark = pytest.mark.long("examples/smollm2", "hf_clover/training")
+
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "train_heads.py"
 
 

@@ -7,6 +7,8 @@ from zoo import ZOO, build
 from hf_clover import CloverHeads
 from hf_clover.training.teacher import Teacher
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+
 
 @pytest.mark.parametrize("name", ZOO)
 def test_states_and_logits_are_the_targets_own(name: str) -> None:
