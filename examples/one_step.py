@@ -7,8 +7,8 @@ At the end it compares its text with the target's own `generate`, token for toke
     python examples/one_step.py
     python examples/one_step.py --target examples/smollm2/target --heads examples/smollm2/heads --prompt "The sea"
 
-Where the library does the same, and more: `hf_clover/decoding/loop.py` is the loop, `drafting.py` the draft,
-`target_run.py` the forward that verifies, `walk.py` what is accepted.
+Where the library does the same, and more, in `hf_clover/decoding`: `loop.py` is the loop, `drafting.py` the draft,
+`target_run.py` the forward that verifies, `walk.py` what is accepted. CONTRIBUTING.md walks through them.
 
 Shapes: T tokens of text, n drafted tokens, d hidden size, V vocabulary. The first dimension is the batch, always 1.
 """

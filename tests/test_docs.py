@@ -85,10 +85,9 @@ def test_commands_run(page, elsewhere, monkeypatch):
             assert words[0] == "hf-clover", f"{shlex.join(words)}: run it here, or say why not"
             monkeypatch.setattr(sys, "argv", words)
             monkeypatch.setattr(sys, "stdin", io.StringIO("def f(x):\n"))
-            try:
-                cli.main()
-            except SystemExit as exit_:
-                assert not exit_.code, shlex.join(words)
+            with pytest.raises(SystemExit) as exit_:
+                sys.exit(cli.main())
+            assert not exit_.value.code, shlex.join(words)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=name_of)
