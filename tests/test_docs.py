@@ -24,6 +24,7 @@ from hf_clover import cli
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS, *ROOT.glob(".github/*.md"), *(ROOT / "examples").rglob("*.md")})
+RUNS_THEM = pytest.mark.long("README.md", "docs", "hf_clover/cli", "hf_clover/training", "hf_clover/apps")
 BLOCK = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -66,6 +67,7 @@ def elsewhere(models, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@RUNS_THEM
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "python")], ids=name_of)
 def test_python_runs(page, elsewhere):
     """All blocks of a page, one after the other, as somebody does who reads it."""
@@ -76,6 +78,7 @@ def test_python_runs(page, elsewhere):
             exec(code, names)
 
 
+@RUNS_THEM
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "bash")], ids=name_of)
 def test_commands_run(page, elsewhere, monkeypatch):
     for mark, code in blocks(page, "bash"):
