@@ -137,6 +137,20 @@ def test_held_out_modules_are_left_out_of_training(monkeypatch):
     assert not any("class TestCase" in text[:2000] and "import unittest" in text[:2000] for text in texts)
 
 
+@pytest.mark.parametrize("folder", ["heads", "clover-2"])
+def test_one_step_accepts_what_the_library_accepts(stand_in, folder, capsys):
+    target, tokenizer = stand_in
+    said = load("one_step").main(["--heads", str(STAND_IN / folder), "--max-new-tokens", "32"])  # compares the tokens
+    assert "The same tokens as plain generate's." in capsys.readouterr().out
+    assert said["new_tokens"] == 32
+    assert said["accepted"] > 16
+    heads = AutoModel.from_pretrained(STAND_IN / folder, dtype=torch.float32, draft_tree="chain")
+    inputs = tokenizer(load("one_step").PROMPT, return_tensors="pt", return_token_type_ids=False)
+    options = {"max_new_tokens": 32, "num_assistant_tokens": heads.config.num_heads, "return_dict_in_generate": True}
+    out = target.generate(**inputs, assistant_model=heads, **options)
+    assert said["forwards"] == out.speculation.target_forwards
+
+
 def test_hello():
     said = subprocess.run([sys.executable, EXAMPLES / "hello.py"], capture_output=True, text=True, check=True).stdout
     assert said.count("yes") == 2
