@@ -14,6 +14,7 @@ import torch
 
 from ..network.modeling_clover import CloverHeads
 from .budget import Budget
+from .copying import Copies
 from .drafting import CloverCandidateGenerator
 from .foresight import foresee
 from .state import Text
@@ -31,6 +32,9 @@ class HeadsRun:
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
+        most = heads.config.draft_copies if heads.config.draft_tree != "chain" else 0
+        self.copies = Copies([row.tolist() for row in text.rows()], most) if most else None
+        text.take_fresh()
 
     def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
         """The one that it had, or a new one, compiled if the target is."""
@@ -88,6 +92,9 @@ class HeadsRun:
         nodes = self.budget.ask(len(unfinished), max(lengths))
         foresight = foresee(text, min(nodes, self.drafter.config.draft_depth), vocab_size) if nodes else None
         tree = self.drafter.draft(nodes, foresight=foresight)
+        if self.copies is not None:
+            self.copies.take_in(text.take_fresh())
+            tree = self.copies.added_to(tree, text.live)
         tree = self.budget.cut(tree, unfinished, [lengths[place] for place in unfinished])
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)

@@ -77,6 +77,7 @@ class Text:
     live: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
+    fresh: list[list[int]] = field(default_factory=list)  # per row, what was emitted and nobody has asked for yet
     found_no_drafts: bool = False  # a tree had nodes, and none of them was valid
 
     @classmethod
@@ -100,6 +101,7 @@ class Text:
             scores=() if recorded and config.output_scores else None,
             logits=() if recorded and config.output_logits else None,
             finished=[False] * batch,
+            fresh=[[] for _ in range(batch)],
             live=list(range(batch)),
         )
         if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
@@ -149,6 +151,11 @@ class Text:
     def live_rows(self) -> list[torch.Tensor]:
         rows = self.rows()
         return [rows[row] for row in self.live]
+
+    def take_fresh(self) -> list[list[int]]:
+        """Per row, the tokens since this was called last, which are on the host already."""
+        fresh, self.fresh = self.fresh, [[] for _ in self.fresh]
+        return fresh
 
     def last_tokens(self) -> Tree:
         """Of the live rows, as trees of one node each: what a forward takes that keeps other processes company."""

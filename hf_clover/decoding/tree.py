@@ -78,6 +78,47 @@ def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
     return Tree(tokens, parents, depths, tree.log_probs, tree.valid | rows, max_depth=size - 1)
 
 
+def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor) -> Tree:
+    """The best nodes of `tree` and of one path of `tokens` [B, k] below its root, as many as `tree` has; `log_probs`
+    [B, k] are joint ones, -inf from where a row has no path. What both have counts once, with the better of the two.
+    """
+    size, count = tree.size, tokens.shape[1]
+    at = torch.zeros_like(tree.tokens[:, 0])  # [B] the node that the path has reached
+    joint, parents, is_new = tree.log_probs.clone(), [], []
+    joint[:, 0] = torch.inf  # the root stays first
+    below_root = tree.valid.clone()
+    below_root[:, 0] = False
+    for place in range(count):
+        token, log_prob = tokens[:, place, None], log_probs[:, place, None]  # [B, 1]
+        same = below_root & (tree.parents == at[:, None]) & (tree.tokens == token)  # [B, n]
+        joint = torch.where(same, torch.maximum(joint, log_prob), joint)
+        known = same.any(1)
+        parents.append(at)
+        is_new.append(~known & (log_prob[:, 0] > -torch.inf))
+        at = torch.where(known, same.byte().argmax(1), size + place)
+    new = torch.stack(is_new, dim=1)  # [B, k]
+    order = torch.arange(1, count + 1, device=tokens.device).expand_as(tokens)  # [B, k]
+    joint = torch.cat((joint, log_probs.masked_fill(~new, -torch.inf)), dim=1)  # [B, n + k]
+    joint, chosen = joint.sort(dim=1, descending=True, stable=True)  # a parent is no worse than its child, and earlier
+    joint, chosen = joint[:, :size], chosen[:, :size]
+    number = torch.zeros(len(tokens), size + count, dtype=torch.long, device=tokens.device)
+    number.scatter_(1, chosen, torch.arange(size, device=tokens.device).expand_as(chosen))
+
+    def kept(mine: torch.Tensor, of_path: torch.Tensor) -> torch.Tensor:
+        return torch.cat((mine, of_path), dim=1).gather(1, chosen)  # [B, n]
+
+    valid = kept(tree.valid, new)
+    joint[:, 0] = 0.0
+    return Tree(
+        tokens=kept(tree.tokens, tokens),
+        parents=number.gather(1, kept(tree.parents, torch.stack(parents, dim=1))) * valid,
+        depths=kept(tree.depths, order) * valid,
+        log_probs=joint,
+        valid=valid,
+        max_depth=min(max(tree.max_depth, count), size - 1),
+    )
+
+
 def grow_global(
     expand: Expand,
     root: torch.Tensor,

@@ -50,16 +50,15 @@ def _replay_in_lockstep(
         if text.pad is not None:
             tokens = tokens.masked_fill(torch.tensor(text.finished, device=tokens.device), text.pad)
         text.input_ids[0] = input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
-        stops = text.criteria(input_ids, text.scores).tolist()
+        stops, picked = text.criteria(input_ids, text.scores).tolist(), tokens.tolist()
         for row, stop in enumerate(stops):
             paths[row].append(nodes[row])
+            text.fresh[row].append(picked[row])
             text.emitted += not text.finished[row]
             text.finished[row] = text.finished[row] or stop
         if text.streamer is not None:
             text.streamer.put(tokens.cpu())
-        nodes = [
-            below.get(step) for below, step in zip(children, zip(nodes, tokens.tolist(), strict=True), strict=True)
-        ]
+        nodes = [below.get(step) for below, step in zip(children, zip(nodes, picked, strict=True), strict=True)]
         if text.done or None in nodes:
             return
 
@@ -88,6 +87,7 @@ def _replay_abreast(
             new = torch.tensor([[token]], device=text.input_ids[row].device)
             text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
             paths[place].append(node)
+            text.fresh[row].append(token)
             text.emitted += 1
             text.finished[row] = bool(text.criteria(text.input_ids[row], None))
             child = children[place].get((node, token))
@@ -144,6 +144,7 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
             path.append(node)
             text.finished[row] = chosen[node] in text.ends or len(path) >= room
             node = None if text.finished[row] else children.get((node, chosen[node]))
+        text.fresh[row] += (chosen[node] for node in path)
         new = torch.tensor([[chosen[node] for node in path]], dtype=input_ids.dtype, device=input_ids.device)
         text.input_ids[row] = torch.cat((input_ids, new), dim=-1)
         text.emitted += len(path)

@@ -66,6 +66,8 @@ class CloverConfig(PreTrainedConfig):
             `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
             `"chain"`. `draft_depth` defaults to `num_heads`, and to 8 where heads that share
             their weights recall. The number of nodes is `heads.generation_config.num_assistant_tokens`.
+        draft_copies (`int`, defaults to 0): where the last three tokens stood in the text before, so many of those
+            that followed them are drafted beside what the heads draft; 0 for none, and none beside a `"chain"`.
         bos_token_id, eos_token_id, pad_token_id: those of the target, by which transformers' pipelines tell that the
             two share a tokenizer. Heads do not read them.
         target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
@@ -121,6 +123,7 @@ class CloverConfig(PreTrainedConfig):
     draft_depth: int | None = None
     draft_beam_width: int = 10
     draft_top_k: int = 10
+    draft_copies: int = 0
     draft_top_p: float = 0.8
     draft_min_p: float = 0.25
 
@@ -236,7 +239,8 @@ class CloverConfig(PreTrainedConfig):
             self._require_int(field, 1)
         self._require_int("decoder_width", 1)
         self._require_int("vocab_size", 2)
-        self._require_int("num_augmenting_layers", 0)
+        for field in ("num_augmenting_layers", "draft_copies"):
+            self._require_int(field, 0)
         for field in ("head_dim", "draft_depth", "draft_vocab_size"):
             self._require_int(field, 1, optional=True)
         for field in (

@@ -105,6 +105,7 @@ UPPER_BOUNDS = {
     "max_position_embeddings": 1 << 26,
     "draft_top_k": 1 << 10,
     "draft_beam_width": 1 << 10,
+    "draft_copies": 1 << 10,
     "draft_depth": 256,
     "draft_vocab_size": 1 << 24,
 }

@@ -1,0 +1,175 @@
+"""What stood in the text before, as drafts beside the heads': found, merged into the tree, and no token changed."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zoo import build, ragged_batch
+
+from hf_clover import CloverConfig, CloverHeads
+from hf_clover.decoding.copying import RUN, Copies
+from hf_clover.decoding.tree import Tree, with_path
+
+VOCABULARY = 16
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 4}
+
+
+# ---------------------------------------------------------------------- the texts
+
+
+def followed(text, most):
+    """The slow twin: what followed the last run where it stood last."""
+    for end in range(len(text) - 1, RUN - 1, -1):
+        if text[end - RUN : end] == text[-RUN:]:
+            return text[end : end + most]
+    return []
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=8), st.integers(1, 6))
+def test_it_finds_what_followed_the_last_run(parts, most):
+    copies, text = Copies([parts[0]], most), list(parts[0])
+    for part in parts[1:]:
+        copies.take_in([part])
+        text += part
+    assert copies.guesses[0] == (followed(text, most) if len(text) >= RUN else [])
+
+
+def test_the_chance_is_that_of_what_was_right():
+    copies = Copies([[1, 2, 3, 4, 5, 6, 1, 2, 3]], most=3)
+    assert (copies.guesses[0], copies.chance) == ([4, 5, 6], 0.5)
+    copies.take_in([[4, 5, 9]])  # two right, one wrong
+    assert copies.chance == pytest.approx(3 / 5)
+    copies.take_in([[]])
+    assert copies.guesses[0] == []
+
+
+# ---------------------------------------------------------------------- the tree
+
+
+def paths_of(tree, row):
+    """Every valid node's path of tokens -> its joint log-probability."""
+    found = {(): 0.0}
+    paths = {0: ()}
+    for node in range(1, tree.size):
+        if tree.valid[row, node]:
+            parent = int(tree.parents[row, node])
+            assert parent < node, "a parent comes first"
+            paths[node] = (*paths[parent], int(tree.tokens[row, node]))
+            assert int(tree.depths[row, node]) == len(paths[node])
+            assert paths[node] not in found, "siblings differ"
+            found[paths[node]] = float(tree.log_probs[row, node])
+    return found
+
+
+def merged(paths, copied, log_probs, nodes):
+    """The slow twin."""
+    paths = dict(paths)
+    for place, log_prob in enumerate(log_probs):
+        if log_prob > -math.inf:
+            path = tuple(copied[: place + 1])
+            paths[path] = max(paths.get(path, -math.inf), log_prob)
+    del paths[()]
+    return sorted(paths.values(), reverse=True)[:nodes], paths
+
+
+def random_tree(generator, batch, nodes):
+    """Sorted by joint probability, some rows not filled."""
+    tokens = torch.randint(1, 5, (batch, nodes + 1), generator=generator)
+    parents, depths, joint = (
+        torch.zeros(batch, nodes + 1, dtype=kind) for kind in (torch.long, torch.long, torch.float)
+    )
+    valid = torch.ones(batch, nodes + 1, dtype=torch.bool)
+    for row in range(batch):
+        seen = set()
+        for node in range(1, nodes + 1):
+            parent = int(torch.randint(0, node, (), generator=generator))
+            key = (parent, int(tokens[row, node]))
+            if key in seen or not valid[row, parent] or not valid[row, node - 1]:
+                valid[row, node], joint[row, node] = False, -torch.inf
+                continue
+            seen.add(key)
+            parents[row, node], depths[row, node] = parent, depths[row, parent] + 1
+            drop = float(torch.rand((), generator=generator))
+            joint[row, node] = min(float(joint[row, parent]), float(joint[row, node - 1])) - drop
+    return Tree(tokens, parents, depths, joint, valid, max_depth=nodes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_nodes_of_tree_and_path(seed):
+    generator = torch.Generator().manual_seed(seed)
+    nodes, count = int(torch.randint(1, 9, (), generator=generator)), int(torch.randint(1, 6, (), generator=generator))
+    tree = random_tree(generator, 3, nodes)
+    tokens = torch.randint(1, 5, (3, count), generator=generator)
+    log_probs = -torch.rand(3, count, generator=generator).cumsum(1)
+    log_probs[0, count // 2 :] = -torch.inf  # a row whose path is shorter
+    new = with_path(tree, tokens, log_probs)
+    assert new.size == tree.size
+    assert torch.equal(new.tokens[:, 0], tree.tokens[:, 0])
+    for row in range(3):
+        best, every = merged(paths_of(tree, row), tokens[row].tolist(), log_probs[row].tolist(), nodes)
+        found = paths_of(new, row)
+        del found[()]
+        assert sorted(found.values(), reverse=True) == pytest.approx(best)
+        for path, log_prob in found.items():
+            assert every[path] == pytest.approx(log_prob)
+        assert max(map(len, found), default=0) <= new.max_depth
+
+
+# ---------------------------------------------------------------------- generate
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One whose next token depends on the last one alone, so that its greedy text soon runs in a circle."""
+    model = build("llama", vocab_size=VOCABULARY)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("variant", ["clover-x", "clover-2", "medusa"])
+@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
+def test_tokens_stay_and_copies_are_accepted(model, variant, kwargs, lengths):
+    """Untrained heads guess little; a text that repeats itself is copied from."""
+    inputs = ragged_batch(VOCABULARY, lengths)
+    accepted = {}
+    for most in (0, 6):
+        heads = CloverHeads.from_target(model, variant=variant, draft_copies=most)
+        options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
+        torch.manual_seed(0)
+        plain = model.generate(**inputs, **options).sequences
+        torch.manual_seed(0)
+        out = model.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=6)
+        assert torch.equal(out.sequences, plain)
+        accepted[most] = out.speculation.accepted_tokens
+    assert accepted[6] > 0
+    if not kwargs:
+        assert accepted[6] > accepted[0] + 10 * len(lengths)
+
+
+def test_the_budget_chooses_among_copies_too(model, monkeypatch):
+    """What is copied stands in the tree before the budget cuts it, in the order of its chances."""
+    heads = CloverHeads.from_target(model, draft_copies=6)
+    cut, added_to = [], Copies.added_to
+
+    def watched(copies, tree, rows):
+        cut.append((tree.size, added_to(copies, tree, rows)))
+        return cut[-1][1]
+
+    monkeypatch.setattr(Copies, "added_to", watched)
+    model.generate(**ragged_batch(VOCABULARY, (40,)), max_new_tokens=40, assistant_model=heads, num_assistant_tokens=5)
+    assert cut
+    for size, tree in cut:
+        assert tree.size == size
+        joint = tree.log_probs[0]
+        assert bool((joint[:-1] >= joint[1:]).all())
+
+
+def test_a_number_of_copies_is_checked():
+    with pytest.raises(ValueError, match="`draft_copies=-1` is impossible: it must be an integer from 0 to 1024"):
+        CloverConfig(draft_copies=-1)
