@@ -1,6 +1,8 @@
 """Offline, on the CPU, deterministic: every test sees the same machine."""
 
+import functools
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -48,15 +50,21 @@ def _changed_since(commit):
     """Files by their paths in the repository."""
     if not commit:
         return []
-    words = ["git", "-C", str(ROOT), "diff", "--name-only", commit, "--"]
+    words = ["git", "-C", str(ROOT), "diff", "--name-only", "--no-renames", commit, "--"]
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
 
 
 def _is_for(item, changed):
-    """Whether a test is in the short set, or is about a file or folder in which something has changed."""
+    """Whether a test is in the short set, is about a file or folder in which something has changed, or imports it."""
     marks = list(item.iter_markers("long"))
     about = {path for mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
-    return not marks or any(file == path or file.startswith(f"{path}/") for file in changed for path in about)
+    if not marks or any(file == path or file.startswith(f"{path}/") for file in changed for path in about):
+        return True
+    helpers = "|".join(Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py"))
+    return bool(helpers) and bool(re.search(rf"^(from|import) .*\b({helpers})\b", _text(item.path), re.MULTILINE))
+
+
+_text = functools.cache(Path.read_text)
 
 
 @pytest.fixture(autouse=True)

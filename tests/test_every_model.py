@@ -21,7 +21,7 @@ VERSION, ROWS = walk.read_table()
 HOW_TO = "if that is right, `python examples/compatibility/walk.py` writes the table anew"
 
 
-@pytest.mark.long("hf_clover/decoding")
+@pytest.mark.long("hf_clover/decoding/support.py", "hf_clover/decoding/private_api.py", "examples/compatibility")
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_row(model_type):
     row = walk.examine(model_type)

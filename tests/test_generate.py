@@ -40,6 +40,12 @@ def heads(model):
 
 
 @pytest.fixture(scope="module")
+def trained_heads(model):
+    """Trained on what the target goes on with after this prompt; nothing that a call learns stays with them."""
+    return fit(CloverHeads.from_target(model), model, prompt=torch.tensor([[1, 4, 2, 5, 3]]))
+
+
+@pytest.fixture(scope="module")
 def tokenizer():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -371,11 +377,10 @@ def test_a_conversation_goes_on_from_either_cache(name, who, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_heads_remember_the_conversation(model, shape):
+def test_the_heads_remember_the_conversation(model, trained_heads, shape):
     """In a second turn on one cache the same drafts are accepted as if the whole conversation were one prompt."""
-    heads = fit(CloverHeads.from_target(model), model, prompt=torch.tensor([[1, 4, 2, 5, 3]]))
     inputs, cache = ragged_batch(VOCABULARY, SHAPES[shape]), DynamicCache(config=model.config)
-    common = {"max_new_tokens": 25, "assistant_model": heads, "return_dict_in_generate": True}
+    common = {"max_new_tokens": 25, "assistant_model": trained_heads, "return_dict_in_generate": True}
     first = model.generate(**inputs, past_key_values=cache, **common).sequences
     ids = torch.cat((first, first[:, -4:-1]), dim=1)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, ids.shape[1] - inputs["input_ids"].shape[1]), value=1)
@@ -525,10 +530,8 @@ def test_a_cache_a_tree_cannot_be_kept_in(model, heads):
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("automatic", [pytest.param(True, marks=pytest.mark.automatic), False])
-def test_rows_that_have_ended_leave_the_batch(model, sampled, automatic):
+def test_rows_that_have_ended_leave_the_batch(model, trained_heads, sampled, automatic):
     """The target runs fewer and fewer rows, and every row has the tokens of plain generate all the same."""
-    prompt = torch.tensor([[1, 4, 2, 5, 3]])
-    heads = fit(CloverHeads.from_target(model), model, prompt=prompt)
     inputs = ragged_batch(VOCABULARY, (5, 9, 3, 7, 6, 2))
     common = {**inputs, "max_new_tokens": 60, "do_sample": sampled, "eos_token_id": [5, 9], "pad_token_id": 0}
     rows = []
@@ -536,7 +539,7 @@ def test_rows_that_have_ended_leave_the_batch(model, sampled, automatic):
     try:
         with hf_clover.speculations() as records:
             torch.manual_seed(4)
-            sequences = model.generate(**common, assistant_model=heads)
+            sequences = model.generate(**common, assistant_model=trained_heads)
     finally:
         handle.remove()
     torch.manual_seed(4)

@@ -14,6 +14,8 @@ from hf_clover import CloverHeads
 from hf_clover.apps.live import LiveStreamer, TokenText, generate_live
 from hf_clover.measure.step_record import StepRecord
 
+pytestmark = pytest.mark.long("hf_clover/apps", "hf_clover/measure")
+
 NEW = 60
 GREEN = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m", re.DOTALL)
 ANY_COLOUR = re.compile(r"\x1b\[[\d;]*m")

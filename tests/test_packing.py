@@ -19,7 +19,10 @@ from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
 from hf_clover.decoding.record import speculations
 from hf_clover.network import packing
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+pytestmark = [
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"),
+    pytest.mark.long("hf_clover/network", "hf_clover/decoding/target_run.py"),
+]
 VOCABULARY = 61
 
 

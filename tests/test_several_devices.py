@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_clover import CloverHeads
 
+pytestmark = pytest.mark.long("hf_clover/making", "hf_clover/network", "hf_clover/decoding/heads_run.py")
+
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 8}
 

@@ -17,6 +17,8 @@ from zoo import LLAMA, SLIDING, Case, redraw
 from hf_clover import CloverHeads
 from hf_clover.decoding.support import CloverWarning
 
+pytestmark = pytest.mark.long("hf_clover/making", "hf_clover/decoding/support.py", "hf_clover/decoding/entry.py")
+
 VOCABULARY, NEW = 40, 24
 IMAGE, START, END = 39, 38, 37  # tokens of an image, and around it
 PATCHES = 4  # tokens that an image takes

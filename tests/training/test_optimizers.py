@@ -13,6 +13,8 @@ from hf_clover import CloverHeads
 from hf_clover.training import CloverTrainingConfig, config, optimizers
 from hf_clover.training.optimizers import MuonAndAdamW, muon_rate
 
+pytestmark = pytest.mark.long("hf_clover/training")
+
 
 def network() -> nn.Module:
     torch.manual_seed(0)
