@@ -67,7 +67,9 @@ def test_the_loss_and_the_recipe_are_the_trainers(plain_training, rows, tmp_path
     assert loss > 0
 
     def recipe(optimizer, rate):
-        return {id(p): (group[rate], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+        return {
+            id(p): (group[rate], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+        }
 
     trainer.create_optimizer_and_scheduler(num_training_steps=50)
     assert recipe(run.optimizer, "lr") == recipe(trainer.optimizer, "initial_lr")
@@ -118,9 +120,14 @@ def test_the_script_of_a_gpu(tmp_path, monkeypatch):
     parts = [tmp_path / "part.aa", tmp_path / "part.ab"]
     for part, piece in zip(parts, (data[:1000], data[1000:]), strict=True):
         part.write_bytes(piece)
-    asked = [{"source": "a", "prompt": [{"role": "user", "content": text}]} for text in ("ab", "abc", "d = e", "f", "gh")]
+    asked = [
+        {"source": "a", "prompt": [{"role": "user", "content": text}]} for text in ("ab", "abc", "d = e", "f", "gh")
+    ]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
-    turns = [{"question_id": 1, "category": "qa", "turns": ["what"]}, {"question_id": 2, "category": "rag", "turns": ["a"]}]
+    turns = [
+        {"question_id": 1, "category": "qa", "turns": ["what"]},
+        {"question_id": 2, "category": "rag", "turns": ["a"]},
+    ]
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turns))
 
     def run(*more):

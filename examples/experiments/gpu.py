@@ -1,14 +1,14 @@
 """What does drafting cost on a GPU, for a model of 8B parameters, and where does every millisecond of a step go?
 
 One command, some minutes, one GPU. The target is the stand-in, widened to the shape of Llama 3 8B (`widen.py`): it
-moves the bytes and computes the products of 8B parameters, and says what the stand-in says, so that the tokens and
-the share of accepted drafts are those of a trained model, though of a small one with an easy text. No text ends before
-its length. In this order: greedy tokens in float32 at a small widened shape; then, in bfloat16, speeds by batch size
-with a dynamic cache and with a static one, which transformers compiles, always against plain generate with the same
-cache; the parts of a step, with the GPU awaited before and after each, and the kernels; the speed and memory of
-training by the default recipe; other heads and other ways; the time of a step by the length of the text; fixed budgets
-and the automatic one. It needs torch and transformers, and neither trl nor datasets. The JSON is written after every stage. A stage for which too
-little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON says so.
+moves the bytes and computes the products of 8B parameters, and says what the stand-in says, so that the tokens and the
+share of accepted drafts are those of a trained model, though of a small one with an easy text. No text ends before its
+length. In this order: greedy tokens in float32 at a small widened shape; then, in bfloat16, speeds by batch size with
+a dynamic cache and with a static one, which transformers compiles, always against plain generate with the same cache;
+the parts of a step, with the GPU awaited before and after each, and the kernels; the speed and memory of training by
+the default recipe; other heads and other ways; the time of a step by the length of the text; fixed budgets and the
+automatic one. It needs torch and transformers, and neither trl nor datasets. The JSON is written after every stage. A
+stage for which too little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON says so.
 
     python examples/experiments/gpu.py --minutes 9
     python examples/experiments/gpu.py --only exact budgets --output more-results
@@ -29,9 +29,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from plain_training import Rows, Run, new_heads
 from rich.console import Console
 from rich.table import Table
-from plain_training import Rows, Run, new_heads
 from step_parts import contexts_of, kernels_of, long_prompt, parts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
 from widen import Shape, widen_heads, widen_target

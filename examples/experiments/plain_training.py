@@ -1,9 +1,9 @@
 """Heads trained in a plain loop, for machines that have torch and transformers and nothing more.
 
-Contract: the trainer's losses, optimizer and recipe, and its data as `packing` gives them: whole texts in rows, none of
-which sees another. A run ends at its last step or when its seconds are over, whichever comes first, and its rates come
-down to zero by then. `Run` is all that a run goes on from after a break. `CloverTrainer` remains the way to train: this
-one knows one device, one recipe and no logs.
+Contract: the trainer's losses, optimizer and recipe, and its data as `packing` gives them: whole texts in rows, none
+of which sees another. A run ends at its last step or when its seconds are over, whichever comes first, and its rates
+come down to zero by then. `Run` is all that a run goes on from after a break. `CloverTrainer` remains the way to
+train: this one knows one device, one recipe and no logs.
 
 Shapes: N rows, L tokens in a row, B rows in a step, K heads.
 """

@@ -1,14 +1,15 @@
 """Ten minutes of one GPU for SmolLM2: its answers to many questions, heads trained on them, and what they are worth.
 
 Three stages, each of which goes on where it was stopped and writes what it has as it goes: the target answers the
-questions in large batches, as `hf-clover regenerate` would; clover-x heads learn from the answers by the default recipe,
-in a plain loop (`examples/experiments/plain_training.py`), which needs neither trl nor datasets; and the benchmark
-measures them on questions they have not seen, first by category in batches, then one by one with the clock. `--minutes`
-are shared out among the stages, and what one leaves the next may use. In `--output` are `on_a_gpu.json`, the answers, and
-the heads in bfloat16.
+questions in large batches, as `hf-clover regenerate` would; clover-x heads learn from the answers by the default
+recipe, in a plain loop (`examples/experiments/plain_training.py`), which needs neither trl nor datasets; and the
+benchmark measures them on questions they have not seen, first by category in batches, then one by one with the clock.
+`--minutes` are shared out among the stages, and what one leaves the next may use. In `--output` are `on_a_gpu.json`,
+the answers, and the heads in bfloat16.
 
     python examples/smollm2/on_a_gpu.py train_prompts.jsonl --questions spec_bench.jsonl --output out
-    python examples/smollm2/on_a_gpu.py train_prompts.jsonl --questions spec_bench.jsonl --output out --target part.aa part.ab
+    python examples/smollm2/on_a_gpu.py train_prompts.jsonl --questions spec_bench.jsonl --output out \\
+        --target part.aa part.ab   # a GGUF file in pieces
 """
 
 import argparse
@@ -29,7 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_clover import CloverHeads
 from hf_clover.making.loading import load_target, load_tokenizer
 from hf_clover.measure.benchmark import benchmark, plain, with_heads, write
-from hf_clover.measure.prompts import load_questions
+from hf_clover.measure.prompts import Question, load_questions
 from hf_clover.measure.provenance import provenance
 from hf_clover.training.row_by_row import decode, own_random_numbers
 
@@ -66,9 +67,9 @@ def questions_of(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> d
     """Place and token ids of every question of at most `most` tokens."""
     found = {}
     for place, line in enumerate(filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
-        ids = tokenizer.apply_chat_template(json.loads(line)["prompt"], add_generation_prompt=True, return_dict=True)
-        if len(ids["input_ids"]) <= most:
-            found[place] = ids["input_ids"]
+        ids = Question([json.loads(line)["prompt"]]).encode(tokenizer)
+        if len(ids) <= most:
+            found[place] = ids
     return found
 
 
@@ -277,8 +278,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions_to_learn_from", type=Path, help="a JSON lines file of `prompt` (messages)")
-    parser.add_argument("--questions", type=Path, required=True, help="to be measured on, as Spec-Bench's file has them")
-    parser.add_argument("--target", type=Path, nargs="+", default=[HERE / "target"], help="a folder, or a GGUF's parts")
+    parser.add_argument(
+        "--questions", type=Path, required=True, help="to be measured on, as Spec-Bench's file has them"
+    )
+    parser.add_argument(
+        "--target", type=Path, nargs="+", default=[HERE / "target"], help="a folder, or a GGUF's parts"
+    )
     parser.add_argument("--output", type=Path, required=True, help="where figures, answers and heads go")
     parser.add_argument("--work", type=Path, default=Path("runs/on_a_gpu"), help="what a stopped run goes on from")
     parser.add_argument("--minutes", type=float, default=9, help="of all of it (%(default)s)")
