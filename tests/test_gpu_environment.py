@@ -26,7 +26,7 @@ def run(*words: str) -> str:
 
 def test_it_is_the_machines():
     names = ("torch", "transformers", "accelerate", "peft", "matplotlib", "rich", "typer", "trl", "datasets")
-    code = "import importlib.util as u, json; print(json.dumps([u.find_spec(n) is not None for n in %r]))" % (names,)
+    code = f"import importlib.util as u, json; print(json.dumps([u.find_spec(n) is not None for n in {names}]))"
     assert json.loads(run("-c", code)) == [True] * 7 + [False] * 2
     versions = run(
         "-c", "import torch, transformers; print(torch.__version__.split('+')[0], transformers.__version__)"

@@ -135,6 +135,14 @@ class StaticTreeCache(TreeCache):
             moves, paths = None, [()] * len(paths)
         self._hold(moves, before, paths)
 
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """At other addresses from here on."""
+        self._move_now()
+        super().keep_rows(rows)
+        index = torch.tensor(rows, device=self.slots.state.device)
+        self.slots.state, self.slots.text = self.slots.state[index], self.slots.text[index]
+        self.rows = len(rows)
+
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._move_now()
         return super().export(layer_idx, length)
