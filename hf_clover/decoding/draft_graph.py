@@ -11,7 +11,7 @@ Shapes: B batch, D levels of a tree, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
-from .drafting import CloverCandidateGenerator
 from .foresight import Foresight
 from .static_drafting import CompiledDrafter, draft_step
 from .static_target import SPARE_SLOTS, StaticTreeCache, lent_cache
@@ -84,7 +83,7 @@ class DraftGraphs:
         on_cuda = self.device.type == "cuda"
         before = torch.cuda.memory_reserved(self.device) if on_cuda else 0
         try:
-            with torch.device(self.device) if not on_cuda else torch.cuda.device(self.device):
+            with torch.cuda.device(self.device) if on_cuda else nullcontext():
                 self.made[key] = DraftGraph(function, inputs, self.capture, self._pool)
         except Exception as error:
             self.capture = None
@@ -117,7 +116,7 @@ def pays(heads: CloverHeads, config: GenerationConfig, rows: int, columns: int) 
 def graphed_drafter(
     heads: CloverHeads, rows: int, columns: int, prompt_mask: torch.Tensor | None, block: int | None
 ) -> Iterator["GraphedDrafter"]:
-    """A drafter for texts of up to `columns` tokens, with a cache and graphs that are nobody else's inside the block."""
+    """A drafter for texts of up to `columns` tokens; its cache and graphs are nobody else's inside the block."""
     layers = heads.config.num_cache_layers if heads.config.has_augmenting_block else 1  # which stays empty
     with lent_cache(heads, layers, rows, columns + SPARE_SLOTS) as cache:
         if prompt_mask is not None:
@@ -129,10 +128,7 @@ class GraphedDrafter(CompiledDrafter):
     def __init__(
         self, heads: CloverHeads, cache: StaticTreeCache, prompt_mask: torch.Tensor | None, block: int | None
     ) -> None:
-        super().__init__(
-            heads, cache if heads.config.has_augmenting_block else None, None, prompt_mask, block
-        )
-        self._lent = cache
+        super().__init__(heads, cache if heads.config.has_augmenting_block else None, None, prompt_mask, block)
         known = getattr(cache, "graphs", None)
         if known is None or known.addresses != addresses_of(heads):  # weights that moved
             cache.graphs = DraftGraphs(heads.device, addresses_of(heads))
@@ -140,17 +136,14 @@ class GraphedDrafter(CompiledDrafter):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
-        if self.cache is None:
-            self._lent.keep_rows(rows)
-        # Everything has another shape and another place.
-        self._lent.graphs = self.graphs = DraftGraphs(self.heads.device, self.graphs.addresses)
+        if self.cache is not None:  # its keys and values have another place now
+            self.cache.graphs = self.graphs = DraftGraphs(self.heads.device, self.graphs.addresses)
 
-    def _step(
-        self, nodes: int, shape: str, values: Sequence[torch.Tensor], foresight: Foresight | None
-    ) -> Outputs:
-        key = (nodes, shape, foresight and foresight.temperature)
-        function = partial(drafted, self.heads, self.cache, *key)
-        return self.graphs.run(key, function, [*values, *([] if foresight is None else [foresight.log_noise])])
+    def _step(self, nodes: int, shape: str, values: Sequence[torch.Tensor], foresight: Foresight | None) -> Outputs:
+        sizes = (nodes, shape, foresight and foresight.temperature)
+        function = partial(drafted, self.heads, self.cache, *sizes)
+        inputs = [*values, *([] if foresight is None else [foresight.log_noise])]
+        return self.graphs.run((*sizes, len(self.roots)), function, inputs)
 
 
 def drafted(
