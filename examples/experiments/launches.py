@@ -5,9 +5,9 @@ host. On a CPU tensors are there already, so `.tolist()`, `.numpy()`, `.cpu()` a
 are seen as calls. With an eager target on a GPU it is these counts that bound a step, and they are exact, so a test
 asserts them. Counted per step, which goes from one forward of the target to the next, over the steps of `COUNTED`, and
 as on a GPU: drafting, which looks at its own levels where looking costs nothing, does not. What the heads compute of
-the text, when a draft is asked for, is part of the draft. What runs in a graph on a GPU (the
-forward and the draft beside a static cache, with `in_a_graph` also the draft beside a dynamic one) counts as one kernel,
-so that what is left is what surrounds it.
+the text, when a draft is asked for, is part of the draft. What runs in a graph on a GPU (the forward and the draft
+beside a static cache, with `in_a_graph` also the draft beside a dynamic one) counts as one kernel, so that what is
+left is what surrounds it.
 """
 
 import argparse
@@ -148,7 +148,7 @@ def graphs(launches: Launches, target: PreTrainedModel, drafts: bool) -> Iterato
         return launches.as_a_graph(function)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(target, "get_compiled_call", lambda _: compiled(target.__call__)))
+        stack.enter_context(mock.patch.object(target, "get_compiled_call", return_value=compiled(target.__call__)))
         for owner in (static_target, static_drafting):
             stack.enter_context(mock.patch.object(owner, "compiled_function", compiled))
         captures = {"cpu": launches.capture} if drafts else {}

@@ -38,8 +38,8 @@ class HeadsRun:
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
-        """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree where
-        the device has graphs and no later turn wants this drafter."""
+        """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree
+        where the device has graphs and no later turn wants this drafter."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         if mask is not None:
             mask = mask[:, -run.hidden.shape[1] :]
