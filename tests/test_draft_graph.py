@@ -12,6 +12,7 @@ from fitting import fit
 from test_compiled_drafting import KINDS, VOCABULARY, assert_same_tree, settled
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
@@ -102,7 +103,7 @@ def test_the_trees_of_the_slow_twin(target, kind, padded, captures):
     batch, length, size = 3, 11, heads.config.hidden_size
     mask = torch.arange(length) >= torch.tensor([0, 4, 2])[:, None] if padded else None
     slow = CloverCandidateGenerator(heads, mask)
-    with graphed_drafter(heads, batch, 128, mask, None) as fast:
+    with graphed_drafter(CloverCandidateGenerator(heads, mask), batch, 128) as fast:
         at = [length] * batch
         prompt = settled(batch, length, size, [0] * batch, generator)
         for drafter in (slow, fast):
@@ -185,26 +186,49 @@ def test_where_a_capture_fails_drafts_stay_eager(target, how, captures, monkeypa
     assert [record.message[:31] for record in caplog.records] == ["Drafting goes on without a graph"[:31]]
 
 
-def test_who_keeps_the_drafter_and_whose_text_is_long_stay_eager(target, captures, monkeypatch):
+@pytest.mark.parametrize("shape", [(7,), (5, 9, 3, 4)])
+def test_a_conversation(target, shape, captures):
+    """The drafter knows all turns, whether it had graphs or not."""
+    heads = fit(CloverHeads.from_target(target), target)
+    inputs = ragged_batch(VOCABULARY, shape)
+    settings = {"max_new_tokens": 24, "do_sample": False, "assistant_model": heads}
+    found = []
+    for are_eager in ((True, True), (False, False), (False, True), (True, False)):
+        cache, ids, mask = DynamicCache(config=target.config), inputs["input_ids"], inputs["attention_mask"]
+        drafts = []
+        for is_eager in are_eager:
+            of_turn = {"attention_mask": mask, "past_key_values": cache, "disable_compile": is_eager}
+            out = target.generate(ids, **settings, **of_turn, return_dict_in_generate=True)
+            drafts.append((out.speculation.accepted_by_depth, out.speculation.tree_sizes))
+            ids = torch.cat((out.sequences, torch.tensor([[7, 2]] * len(shape))), dim=1)
+            mask = torch.cat((mask, torch.ones(len(shape), ids.shape[1] - mask.shape[1], dtype=torch.long)), dim=1)
+        found.append((ids.tolist(), drafts))
+    assert captures.replayed > 0
+    assert all(one == found[0] for one in found[1:])
+
+
+def test_long_texts_stay_eager(target, captures, monkeypatch):
     heads = fit(CloverHeads.from_target(target), target)
     common = {**ragged_batch(VOCABULARY, (7,)), "max_new_tokens": 12, "do_sample": False, "assistant_model": heads}
-    told(target, **common, return_dict_in_generate=True)
     monkeypatch.setattr(draft_graph, "MOST_ENTRIES", 100)
     told(target, **common)
     assert captures.made == 0
 
 
-def test_weights_at_another_place_are_captured_anew(target, captures):
+@pytest.mark.parametrize("what", ["weights at another place", "another shape of trees"])
+def test_what_is_written_down_in_a_graph_is_captured_anew(target, what, captures):
     heads = fit(CloverHeads.from_target(target), target)
     common = {**ragged_batch(VOCABULARY, (7,)), "max_new_tokens": 30, "do_sample": False, "assistant_model": heads}
     told(target, **common)
     made = captures.made
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.data = torch.zeros_like(parameter)
+    for parameter in heads.parameters():
+        if what == "weights at another place":
+            parameter.data = parameter.data.flip(0)
+    if what == "another shape of trees":
+        heads.config.draft_top_k = 2
     _, mine = told(target, **common)
     _, its = told(target, **common, disable_compile=True)
-    assert captures.made == 2 * made
+    assert captures.made > made
     assert mine.accepted_by_depth == its.accepted_by_depth
 
 
@@ -212,7 +236,7 @@ def test_no_more_graphs_than_that(target, captures, monkeypatch):
     monkeypatch.setattr(draft_graph, "MOST", 2)
     heads = CloverHeads.from_target(target).bind(target)
     generator = torch.Generator().manual_seed(2)
-    with graphed_drafter(heads, 1, 128, None, None) as drafter:
+    with graphed_drafter(CloverCandidateGenerator(heads), 1, 128) as drafter:
         drafter.extend(*settled(1, 5, heads.config.hidden_size, [0], generator), [5])
         for nodes in (3, 4, 5, 6) * 3:
             assert drafter.draft(nodes).size == nodes + 1

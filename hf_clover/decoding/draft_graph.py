@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
+from .drafting import CloverCandidateGenerator
 from .foresight import Foresight
 from .static_drafting import CompiledDrafter, draft_step
 from .static_target import SPARE_SLOTS, StaticTreeCache, lent_cache
@@ -64,8 +66,8 @@ class DraftGraph:
 class DraftGraphs:
     """The graphs of one cache, by what makes them differ."""
 
-    def __init__(self, device: torch.device, addresses: tuple[int, ...]) -> None:
-        self.device, self.addresses = device, addresses
+    def __init__(self, device: torch.device, made_for: tuple) -> None:
+        self.device, self.made_for = device, made_for
         self.capture = CAPTURES.get(device.type)
         self.made: dict[tuple, DraftGraph] = {}
         self._seen: set[tuple] = set()
@@ -113,31 +115,38 @@ def pays(heads: CloverHeads, config: GenerationConfig, rows: int, columns: int) 
 
 
 @contextmanager
-def graphed_drafter(
-    heads: CloverHeads, rows: int, columns: int, prompt_mask: torch.Tensor | None, block: int | None
-) -> Iterator["GraphedDrafter"]:
-    """A drafter for texts of up to `columns` tokens; its cache and graphs are nobody else's inside the block."""
+def graphed_drafter(eager: CloverCandidateGenerator, rows: int, columns: int) -> Iterator["GraphedDrafter"]:
+    """One that goes on from `eager` with texts of up to `columns` tokens; its cache and graphs are nobody else's
+    inside the block."""
+    heads = eager.heads
     layers = heads.config.num_cache_layers if heads.config.has_augmenting_block else 1  # which stays empty
     with lent_cache(heads, layers, rows, columns + SPARE_SLOTS) as cache:
-        if prompt_mask is not None:
-            cache.slots.text[:, : prompt_mask.shape[1]] = prompt_mask
-        yield GraphedDrafter(heads, cache, prompt_mask, block)
+        if eager.prompt_mask is not None:
+            cache.slots.text[:, : eager.prompt_mask.shape[1]] = eager.prompt_mask
+        yield GraphedDrafter(eager, cache)
 
 
 class GraphedDrafter(CompiledDrafter):
-    def __init__(
-        self, heads: CloverHeads, cache: StaticTreeCache, prompt_mask: torch.Tensor | None, block: int | None
-    ) -> None:
-        super().__init__(heads, cache if heads.config.has_augmenting_block else None, None, prompt_mask, block)
+    def __init__(self, eager: CloverCandidateGenerator, cache: StaticTreeCache) -> None:
+        heads = eager.heads
+        has_block = heads.config.has_augmenting_block
+        super().__init__(heads, cache if has_block else None, None, eager.prompt_mask, eager.block)
+        hand_over(eager, self)
         known = getattr(cache, "graphs", None)
-        if known is None or known.addresses != addresses_of(heads):  # weights that moved
-            cache.graphs = DraftGraphs(heads.device, addresses_of(heads))
+        if known is None or known.made_for != what_is_written_down(heads):
+            cache.graphs = DraftGraphs(heads.device, what_is_written_down(heads))
         self.graphs: DraftGraphs = cache.graphs
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
         if self.cache is not None:  # its keys and values have another place now
-            self.cache.graphs = self.graphs = DraftGraphs(self.heads.device, self.graphs.addresses)
+            self.cache.graphs = self.graphs = DraftGraphs(self.heads.device, self.graphs.made_for)
+
+    def remember(self, cache: Cache, columns: int) -> None:
+        """As an eager one: this one's cache is lent for one call."""
+        eager = CloverCandidateGenerator(self.heads, self.prompt_mask, self.block)
+        hand_over(self, eager)
+        eager.remember(cache, columns)
 
     def _step(self, nodes: int, shape: str, values: Sequence[torch.Tensor], foresight: Foresight | None) -> Outputs:
         sizes = (nodes, shape, foresight and foresight.temperature)
@@ -166,12 +175,24 @@ def drafted(
             cache.slots.index = None  # also where a capture broke off
 
 
-def addresses_of(heads: CloverHeads) -> tuple[int, ...]:
-    """Where everything is that a draft reads and that does not belong to the cache."""
+def hand_over(one: CloverCandidateGenerator, other: CloverCandidateGenerator) -> None:
+    """What `one` knows of the text, to `other`, which is new."""
+    for name in ("state", "roots", "is_broken", "_waiting"):
+        setattr(other, name, getattr(one, name))
+    if one.cache is not None and one.cache.lengths:
+        lengths, length = list(one.cache.lengths), max(one.cache.lengths)
+        states = [one.cache.export(layer_idx, length) for layer_idx in range(len(one.cache.layers))]
+        other.cache.load(states, length)
+        other.cache.stand_at(lengths)
+
+
+def what_is_written_down(heads: CloverHeads) -> tuple:
+    """In a graph, of what does not belong to the cache: where everything is that a draft reads, and sizes."""
     borrowed = heads.borrowed
     tensors = [*heads.parameters(), *heads.buffers(), borrowed.embedding, *borrowed.lm_head.parameters()]
     tensors += [*borrowed.norm.parameters(), *(part for part in borrowed.draft_rows or () if part is not None)]
-    return tuple(tensor.data_ptr() for tensor in tensors if isinstance(tensor, torch.Tensor))
+    names = ("draft_depth", "draft_beam_width", "draft_top_k", "draft_top_p", "draft_min_p")
+    return tuple(getattr(heads.config, name) for name in names), tuple(tensor.data_ptr() for tensor in tensors)
 
 
 __all__ = ["CAPTURES", "DraftGraph", "DraftGraphs", "GraphedDrafter", "graphed_drafter", "pays"]

@@ -39,20 +39,19 @@ class HeadsRun:
 
     def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
         """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree
-        where the device has graphs and no later turn wants this drafter."""
+        where the device has graphs."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         if mask is not None:
             mask = mask[:, -run.hidden.shape[1] :]
         if run.is_compiled and not run.has_the_users_cache:
             settings = (config.compile_config, mask, config.prefill_chunk_size)
             return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
-        rows, columns = run.hidden.shape[:2]
-        columns += self.text.max_length - self.text.rows()[0].shape[0]
-        if not run.keeps_cache and pays(heads, config, rows, columns):
-            return run.hold(graphed_drafter(heads, rows, columns, mask, config.prefill_chunk_size))
-        return CloverCandidateGenerator.for_conversation(
+        eager = CloverCandidateGenerator.for_conversation(
             heads, run.theirs, run.known_columns, mask, config.prefill_chunk_size
         )
+        rows, columns = run.hidden.shape[:2]
+        columns += run.known_columns + self.text.max_length - self.text.rows()[0].shape[0]
+        return run.hold(graphed_drafter(eager, rows, columns)) if pays(heads, config, rows, columns) else eager
 
     # ------------------------------------------------------------------ what the heads take in
 

@@ -118,6 +118,10 @@ class StaticTreeCache(TreeCache):
         super().finish_filling(batch_size)
         self._hold(None, self.lengths, [()] * batch_size)
 
+    def stand_at(self, lengths: Sequence[int]) -> None:
+        super().stand_at(lengths)
+        self._hold(None, self.lengths, [()] * self.rows)
+
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
         self.slots.check(max(self.lengths) + entries)
