@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
-from hf_clover.decoding import draft_graph, static_drafting, tree
+from hf_clover.decoding import draft_graph, drafting, static_drafting, tree
 from hf_clover.decoding.draft_graph import graphed_drafter
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 
@@ -92,8 +92,9 @@ def target():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_trees_of_the_slow_twin(target, kind, padded, captures):
-    """After a prompt, walks, a row that stood still, a rest that left more than a step takes, and rows that left."""
+def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):
+    """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
+    monkeypatch.setattr(drafting, "MOST_WAITING", 12)
     variant, fields = KINDS[kind]
     heads = CloverHeads.from_target(target, variant, **fields).bind(target)
     generator = torch.Generator().manual_seed(2)
