@@ -14,7 +14,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = os.environ.get("HF_CLOVER_GPU_PYTHON")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON, reason="HF_CLOVER_GPU_PYTHON names no Python")]
+pytestmark = [
+    pytest.mark.long("examples/experiments", "examples/smollm2"),
+    pytest.mark.skipif(not PYTHON, reason="HF_CLOVER_GPU_PYTHON names no Python"),
+]
 
 
 def run(*words: str) -> str:

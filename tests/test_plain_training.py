@@ -16,6 +16,7 @@ from training.tiny import make_target, make_trainer
 
 from hf_clover import CloverHeads
 
+pytestmark = pytest.mark.long("examples/experiments", "examples/smollm2", "hf_clover/training")
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
