@@ -91,7 +91,7 @@ def batches(ids: dict[int, list[int]], size: int, most_tokens: int, new_tokens: 
 def answer(
     args: argparse.Namespace, clock: Clock, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """A file of token ids for each batch. No batch is begun that would take longer than the last one left time for."""
+    """A file of token ids for each batch. After the first, none is begun that would take longer than there is time."""
     folder = args.work / "answers"
     folder.mkdir(parents=True, exist_ok=True)
     ids = questions_of(args.questions_to_learn_from, tokenizer, args.max_length - args.max_new_tokens)
@@ -100,7 +100,7 @@ def answer(
     last = tokens = 0.0
     started = time.monotonic()
     for batch in batches(ids, args.batch_size, args.most_tokens, args.max_new_tokens):
-        if last > clock.left("answers"):
+        if last and last > clock.left("answers"):
             break
         begun = time.monotonic()
         numbers = torch.stack([own_random_numbers(ids[place], 0, args.max_new_tokens) for place in batch])
