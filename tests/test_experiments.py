@@ -254,3 +254,14 @@ def test_run_all_ends_where_one_fails(experiment, tmp_path, monkeypatch):
     monkeypatch.setattr(module.subprocess, "run", lambda words: SimpleNamespace(returncode=3))
     with pytest.raises(SystemExit, match="3"):
         module.main(["--output", str(tmp_path)])
+
+
+def test_step_costs(experiment, folder):
+    result = run(experiment("step_costs"), folder)
+    assert [(row["weights"], row["tokens"]) for row in result["rows"]] == [
+        (kind, size) for kind in ("plain weights", "packed weights") for size in (1, 2, 4)
+    ]
+    for row in result["rows"]:
+        assert row["verify_ms"] > 0
+        assert (row["draft_ms"] > 0) is (row["tokens"] > 1)
+        assert row["were_the_draft_free"] >= row["efficiency"] > 0

@@ -67,6 +67,8 @@ def test_every_stage(gpu, tmp_path):
         )
         assert set(step["parts_ms"]) == parts
         assert step["step_ms"] > 0
+    assert [row["draft_vocab_size"] for row in result["training"]] == [None, 1100]
+    assert all(row["tokens_per_second"] > 0 and row["loss"] > 0 for row in result["training"])
     for kernels in ([k for k in result["kernels"] if k["method"] == name] for name in ("plain", "clover-x, 1100 ids")):
         assert kernels[0]["kernel"] == "all"
         assert kernels[0]["ms"] >= kernels[1]["ms"] > 0

@@ -40,3 +40,26 @@ def test_a_step_launches_little_beside_the_draft_and_waits_once(launches, varian
     beside = found["all_kernels"] - found["kernels"]["draft"]
     assert plain["all_kernels"] < beside <= 1.12 * plain["all_kernels"]
     assert found["kernels"]["masks"] <= 20
+
+
+@pytest.mark.parametrize("variant", ["clover-x", "medusa"])
+def test_a_draft_in_a_graph_is_few_launches(launches, variant):
+    target = launches.toy_target(2)
+    heads = CloverHeads.from_target(target, variant).eval()
+    eager = launches.launches_of(target, heads)
+    found = launches.launches_of(target, heads, in_a_graph=True)
+    assert found["waits"] == ONE_WAIT
+    assert found["operators"]["draft graph"] == 1
+    assert found["kernels"]["draft"] <= 30 < eager["kernels"]["draft"] / 3
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_beside_a_static_cache_a_step_is_two_graphs_and_little_else(launches, batch_size):
+    target = launches.toy_target(2)
+    heads = CloverHeads.from_target(target).eval()
+    found = launches.launches_of(target, heads, batch_size, "static")
+    assert found["operators"]["verify graph"] == found["operators"]["draft graph"] == 1
+    assert found["waits"] == ONE_WAIT
+    assert found["all_kernels"] < 100, found["kernels"]
+    plain = launches.launches_of(target, None, batch_size, "static")
+    assert plain["operators"]["other graph"] == 1

@@ -1,13 +1,14 @@
 """What does drafting cost on a GPU, for a model of 8B parameters, and where does every millisecond of a step go?
 
 One command, some minutes, one GPU. The target is the stand-in, widened to the shape of Llama 3 8B (`widen.py`): it
-moves the bytes and computes the products of 8B parameters, and says what the stand-in says, so that the tokens and
-the share of accepted drafts are those of a trained model, though of a small one with an easy text. No text ends before
-its length. In this order: greedy tokens in float32 at a small widened shape; then, in bfloat16, speeds by batch size
-with a dynamic cache and with a static one, which transformers compiles, always against plain generate with the same
-cache; the parts of a step, with the GPU awaited before and after each, and the kernels; the time of a step by the
-length of the text; fixed budgets and the automatic one. The JSON is written after every stage. A stage for which too
-little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON says so.
+moves the bytes and computes the products of 8B parameters, and says what the stand-in says, so that the tokens and the
+share of accepted drafts are those of a trained model, though of a small one with an easy text. No text ends before its
+length. In this order: greedy tokens in float32 at a small widened shape; then, in bfloat16, speeds by batch size with
+a dynamic cache and with a static one, which transformers compiles, always against plain generate with the same cache;
+the parts of a step, with the GPU awaited before and after each, and the kernels; the speed and memory of training by
+the default recipe; other heads and other ways; the time of a step by the length of the text; fixed budgets and the
+automatic one. It needs torch and transformers, and neither trl nor datasets. The JSON is written after every stage. A
+stage for which too little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON says so.
 
     python examples/experiments/gpu.py --minutes 9
     python examples/experiments/gpu.py --only exact budgets --output more-results
@@ -28,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from plain_training import Rows, Run, new_heads
 from rich.console import Console
 from rich.table import Table
 from step_parts import contexts_of, kernels_of, long_prompt, parts_of
@@ -59,6 +61,7 @@ FULL = SimpleNamespace(
     context_tokens=(8, 40),
     budgets=(4, 8, 16, 24, 32, 48, 64),
     budget_batch_sizes=(1, 16),
+    training=(2, 2048, 20),  # rows of a step, tokens of a row, steps
 )
 TOY_SHAPE = Shape(
     hidden_size=320,
@@ -84,6 +87,7 @@ TOY = SimpleNamespace(
     context_tokens=(2, 5),
     budgets=(4, 8),
     budget_batch_sizes=(1,),
+    training=(1, 32, 2),
 )
 
 
@@ -95,7 +99,7 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(STAND_IN / "target")
         self.lists: dict[str, list[dict[str, Any]]] = {
-            name: [] for name in ("checks", "rows", "steps", "kernels", "contexts", "budgets")
+            name: [] for name in ("checks", "rows", "steps", "kernels", "contexts", "budgets", "training")
         }
 
     # ------------------------------------------------------------------ models
@@ -180,8 +184,8 @@ class Bench:
 
     def speed(self, cache: str, batch_size: int, methods: str) -> None:
         chosen = {"ours": self.ours, "other heads": self.other_heads}.get(methods)
-        if methods == "all":
-            chosen = self.ours + self.other_heads + (self.other_ways if batch_size == 1 else [])
+        if methods == "others":
+            chosen = self.other_heads + (self.other_ways if batch_size == 1 else [])
         self.lists["rows"] += self._measure([plain(), *chosen], cache, batch_size)
 
     def budgets(self, cache: str, batch_size: int) -> None:
@@ -222,25 +226,60 @@ class Bench:
                 found = contexts_of(self.target, inputs, self.sizes.context_tokens, {**options, **method.options})
                 self.lists["contexts"].append({"cache": cache, "method": method.name, "context": length, **found})
 
+    def training(self) -> None:
+        """Of new heads by the default recipe, after a few steps that are not counted; the target's pass is in it."""
+        batch_size, length, steps = self.sizes.training
+        ids = torch.tensor(long_prompt(self.tokenizer, 8 * length)).split(length)
+        rows = Rows.packed([row.tolist() for row in ids], length)
+        torch.manual_seed(0)
+        on_cuda = self.device == "cuda"
+        for size in (None, self.sizes.draft_vocab_size):
+            heads = new_heads(self.target, rows, size).to(self.device)
+            run = Run(heads, self.target, rows, steps + max(steps // 4, 1), batch_size)
+            run.steps, whole = max(steps // 4, 1), run.steps
+            run.train()
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            run.steps, seconds, tokens = whole, run.spent, run.tokens
+            means = run.train()
+            found = {"draft_vocab_size": size, "parameters": sum(p.numel() for p in heads.parameters())}
+            found |= {"tokens_per_step": batch_size * length, "seconds_per_step": (run.spent - seconds) / steps}
+            found["tokens_per_second"] = (run.tokens - tokens) / (run.spent - seconds)
+            found["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else None
+            found["of_the_target_gib"] = sum(p.nbytes for p in self.target.parameters()) / 2**30
+            self.lists["training"].append(found | {"loss": means["head_0/loss"]})
+            del heads, run
+
     def stages(self) -> Iterator[tuple[str, int, int, Callable[[], None]]]:
         """Name, the seconds it needs at least and may take at most, what to do; what matters most comes first."""
         sizes = self.sizes
-        for cache, most in (("dynamic", 60), ("static", 150)):
+
+        def speed(cache: str, size: int, methods: str = "ours") -> tuple[str, int, int, Callable[[], None]]:
+            least, most = (20, 90) if cache == "dynamic" else (30, 150)
+            name = f"speed {cache} {size}" + ("" if methods == "ours" else f", {methods}")
+            return name, least, most, functools.partial(self.speed, cache, size, methods)
+
+        for cache, most in (("dynamic", 60), ("static", 100)):
             yield f"exact {cache}", 10, most, functools.partial(self.exact, cache)
-        for size in sizes.batch_sizes:
-            yield f"speed dynamic {size}", 20, 120, functools.partial(self.speed, "dynamic", size, "all")
-            yield f"speed static {size}", 30, 180, functools.partial(self.speed, "static", size, "ours")
-            if size == sizes.batch_sizes[0]:
-                for cache in ("dynamic", "static"):
-                    yield f"steps {cache}", 15, 60, functools.partial(self.steps, cache)
+        for size in sizes.batch_sizes[:3]:
+            yield speed("dynamic", size)
+            yield speed("static", size)
+        for cache in ("dynamic", "static"):
+            yield f"steps {cache}", 15, 60, functools.partial(self.steps, cache)
+        yield "training", 15, 60, self.training
+        for size in sizes.batch_sizes[3:]:
+            yield speed("dynamic", size)
+            yield speed("static", size)
+        yield speed("dynamic", sizes.batch_sizes[0], "others")
         yield "contexts dynamic", 20, 90, functools.partial(self.contexts, "dynamic", sizes.contexts)
         for size in sizes.budget_batch_sizes:
             yield f"budgets static {size}", 40, 180, functools.partial(self.budgets, "static", size)
         ends = (min(sizes.contexts), max(sizes.contexts))
         yield "contexts static", 40, 120, functools.partial(self.contexts, "static", ends)
         for size in sizes.batch_sizes:
-            run = functools.partial(self.speed, "static", size, "other heads")
-            yield f"speed static {size}, other heads", 40, 150, run
+            if size != sizes.batch_sizes[0]:
+                yield speed("dynamic", size, "others")
+            yield speed("static", size, "other heads")
 
 
 # ---------------------------------------------------------------------- the time that there is
@@ -392,7 +431,7 @@ def _show(result: dict[str, Any]) -> None:
     shown["steps"] = [
         {**{k: v for k, v in step.items() if k != "parts_ms"}, **step["parts_ms"]} for step in result["steps"]
     ]
-    shown["kernels"] = result["kernels"]
+    shown["training"], shown["kernels"] = result["training"], result["kernels"]
     for name, rows in shown.items():
         columns = list(dict.fromkeys(column for row in rows for column in row))
         table = Table(*(column.replace("_", " ") for column in columns), title=name)

@@ -5,7 +5,9 @@ host. On a CPU tensors are there already, so `.tolist()`, `.numpy()`, `.cpu()` a
 are seen as calls. With an eager target on a GPU it is these counts that bound a step, and they are exact, so a test
 asserts them. Counted per step, which goes from one forward of the target to the next, over the steps of `COUNTED`, and
 as on a GPU: drafting, which looks at its own levels where looking costs nothing, does not. What the heads compute of
-the text, when a draft is asked for, is part of the draft.
+the text, when a draft is asked for, is part of the draft. What runs in a graph on a GPU (the forward and the draft
+beside a static cache, with `in_a_graph` also the draft beside a dynamic one) counts as one kernel, so that what is
+left is what surrounds it.
 """
 
 import argparse
@@ -20,10 +22,10 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import loop, tree
+from hf_clover.decoding import draft_graph, loop, static_drafting, static_target, tree
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.heads_run import HeadsRun
 from hf_clover.decoding.static_drafting import CompiledDrafter
@@ -56,10 +58,10 @@ class Launches(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.operators: Counter[tuple[str, str]] = Counter()  # of a part, for who wants to see which
-        self.part, self.step = "other", -1
+        self.part, self.step, self.is_in_a_graph = "other", -1, False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Sequence = (), kwargs: dict | None = None) -> Any:
-        if self.step in COUNTED and not function.is_view:
+        if self.step in COUNTED and not (function.is_view or self.is_in_a_graph):
             name = function.overloadpacket.__name__
             if name in NOTHING:
                 return function(*args, **(kwargs or {}))
@@ -68,8 +70,27 @@ class Launches(TorchDispatchMode):
             self.waits[self.part] += name in READS
         return function(*args, **(kwargs or {}))
 
+    def as_a_graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Its launches are one."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.is_in_a_graph = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.is_in_a_graph = False
+                if self.step in COUNTED:
+                    self.kernels[self.part] += 1
+                    self.operators[self.part, "graph"] += 1
+
+        return called
+
+    def capture(self, function: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        """In the place of CUDA's; a replay, which would give what it gave before, is counted and left out."""
+        return self.as_a_graph(lambda: None), self.as_a_graph(function)()
+
     def note_read(self) -> None:
-        if self.step in COUNTED:
+        if self.step in COUNTED and not self.is_in_a_graph:
             self.waits[self.part] += 1
             self.operators[self.part, "read back"] += 1
 
@@ -119,6 +140,22 @@ def counting(target: PreTrainedModel) -> Iterator[Launches]:
         yield launches
 
 
+@contextmanager
+def graphs(launches: Launches, target: PreTrainedModel, drafts: bool) -> Iterator[None]:
+    """What transformers and this library compile, and `drafts` where they are captured, counted as graphs."""
+
+    def compiled(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
+        return launches.as_a_graph(function)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(target, "get_compiled_call", return_value=compiled(target.__call__)))
+        for owner in (static_target, static_drafting):
+            stack.enter_context(mock.patch.object(owner, "compiled_function", compiled))
+        captures = {"cpu": launches.capture} if drafts else {}
+        stack.enter_context(mock.patch.object(draft_graph, "CAPTURES", captures))
+        yield
+
+
 def toy_target(layers: int = LAYERS) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
@@ -133,17 +170,20 @@ def launches_of(
     batch_size: int = 1,
     cache: str = "dynamic",
     do_sample: bool = False,
+    in_a_graph: bool = False,
 ) -> dict[str, Any]:
     """Per step kernels and waits by part, and in all."""
     torch.manual_seed(1)
     prompt = torch.randint(3, target.config.vocab_size, (batch_size, 8))
     options: dict[str, Any] = {"max_new_tokens": 4 * COUNTED.stop, "do_sample": do_sample, "pad_token_id": 0}
     if cache != "dynamic":
-        options["cache_implementation"] = cache
+        options |= {"cache_implementation": cache, "compile_config": CompileConfig()}
+        options["compile_config"]._compile_all_devices = True  # as on a GPU
     if heads is not None:
         options |= {"assistant_model": heads, "num_assistant_tokens": NODES}
-        target.generate(prompt[:1], **options | {"max_new_tokens": 2})  # what happens once per target
-    with counting(target) as launches, suppress(Enough):
+        once = {"max_new_tokens": 2, "cache_implementation": None}
+        target.generate(prompt[:1], **options | once)  # what happens once per target
+    with counting(target) as launches, graphs(launches, target, in_a_graph), suppress(Enough):
         target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     if launches.step < COUNTED.stop:
         raise ValueError(f"there were {launches.step} steps, and {COUNTED.stop} are counted.")
@@ -161,19 +201,20 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=["clover-x", "clover-2", "medusa"])
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the target (%(default)s)")
+    parser.add_argument("--in-a-graph", action="store_true", help="drafts as on CUDA beside a dynamic cache")
     parser.add_argument("--output", type=Path, help="a JSON file")
     words = parser.parse_args(argv)
     target, rows = toy_target(words.layers), []
     print("| cache | batch | picks | drafter | kernels | without the draft, over plain | waits | by part: both |")
     print("|---|---|---|---|---|---|---|---|")
-    for cache in ("dynamic", "static"):
+    for cache in ("dynamic",) if words.in_a_graph else ("dynamic", "static"):
         for batch_size in (1, 4):
             for do_sample in (False, True):
                 plain = None
                 for variant in (None, *words.variants):
                     torch.manual_seed(0)
                     heads = None if variant is None else CloverHeads.from_target(target, variant).eval()
-                    found = launches_of(target, heads, batch_size, cache, do_sample)
+                    found = launches_of(target, heads, batch_size, cache, do_sample, words.in_a_graph)
                     plain = plain or found
                     beside = (found["all_kernels"] - found["kernels"].get("draft", 0)) / plain["all_kernels"]
                     setting = {"cache": cache, "batch_size": batch_size, "do_sample": do_sample, "variant": variant}

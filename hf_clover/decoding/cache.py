@@ -201,6 +201,10 @@ class TreeCache(Cache):
         filled = max((layer.filled for layer in self.layers), default=0)
         self.slots.lengths = [filled] * batch_size
 
+    def stand_at(self, lengths: Sequence[int]) -> None:
+        """After `load`: where each row's own text ends."""
+        self.slots.lengths = list(lengths)
+
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
         """Within, a forward over `entries` tokens per row writes after each row's own length."""

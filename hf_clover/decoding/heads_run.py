@@ -15,6 +15,7 @@ import torch
 from ..network.modeling_clover import CloverHeads
 from .budget import Budget
 from .copying import Copies
+from .draft_graph import graphed_drafter, pays
 from .drafting import CloverCandidateGenerator
 from .foresight import foresee
 from .state import Text
@@ -37,16 +38,20 @@ class HeadsRun:
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
-        """The one that it had, or a new one, compiled if the target is."""
+        """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree
+        where the device has graphs."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         if mask is not None:
             mask = mask[:, -run.hidden.shape[1] :]
         if run.is_compiled and not run.has_the_users_cache:
             settings = (config.compile_config, mask, config.prefill_chunk_size)
             return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
-        return CloverCandidateGenerator.for_conversation(
+        eager = CloverCandidateGenerator.for_conversation(
             heads, run.theirs, run.known_columns, mask, config.prefill_chunk_size
         )
+        rows, columns = run.hidden.shape[:2]
+        columns += run.known_columns + self.text.max_length - self.text.rows()[0].shape[0]
+        return run.hold(graphed_drafter(eager, rows, columns)) if pays(heads, config, rows, columns) else eager
 
     # ------------------------------------------------------------------ what the heads take in
 

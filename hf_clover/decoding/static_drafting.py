@@ -7,7 +7,7 @@ graph for each number of nodes. The prompt, and what gathers while drafting rest
 Shapes: B batch, T prompt columns, m new positions (`width` of them in a step), C capacity, d hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -64,23 +64,30 @@ class CompiledDrafter(CloverCandidateGenerator):
         if self.state is None:
             self._take_in_prompt()
         new = self._take_in_all_but_a_step()
-        counts = torch.tensor(new.counts, device=self.roots.device)  # [B]
+        counts = torch.tensor(new.counts).to(self.roots.device, non_blocking=True)  # [B], taken before this returns
+        values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
+        with self._staged(new):
+            state, *tree = self._step(nodes, shape or self.config.draft_tree, values, foresight)
+        self.state = state
+        return Tree(*tree, max_depth=min(self.config.draft_depth, nodes))
+
+    def _step(
+        self, nodes: int, shape: str, values: Sequence[torch.Tensor], foresight: Foresight | None
+    ) -> tuple[torch.Tensor, ...]:
+        """`draft_step` compiled; `values` are its tensors."""
         capacity = None if self.cache is None else self.cache.capacity
         sizes = (len(self.roots), capacity, nodes, shape, foresight and foresight.temperature)
         run = compiled_function(draft_step, self.compile_config, self.heads, sizes)
-        values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
         # Copies of one layout each: another stride, or two that are one tensor, would make another graph.
         values = [value.clone(memory_format=torch.contiguous_format) for value in values]
-        with self._staged(new):
-            state, *tree = run(
-                *(self.heads, self.cache, nodes, shape or self.config.draft_tree),
-                *values,
-                foresight,
-            )
-        if state.is_cuda:  # the next replay of the graph writes over these
-            state, *tree = (value.clone() for value in (state, *tree))
-        self.state = state
-        return Tree(*tree, max_depth=min(self.config.draft_depth, nodes))
+        found = run(self.heads, self.cache, nodes, shape, *values, foresight)
+        # The next replay of the graph writes over these.
+        return tuple(value.clone() for value in found) if found[0].is_cuda else found
+
+    def _catch_up(self) -> None:
+        if self.state is None:
+            self._take_in_prompt()
+        self._waiting = [self._take_in_all_but_a_step()]
 
     def _take_in_prompt(self) -> None:
         """All columns at once, as they are; padding is masked."""

@@ -118,6 +118,10 @@ class StaticTreeCache(TreeCache):
         super().finish_filling(batch_size)
         self._hold(None, self.lengths, [()] * batch_size)
 
+    def stand_at(self, lengths: Sequence[int]) -> None:
+        super().stand_at(lengths)
+        self._hold(None, self.lengths, [()] * self.rows)
+
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
         self.slots.check(max(self.lengths) + entries)
@@ -134,6 +138,14 @@ class StaticTreeCache(TreeCache):
             self._move(moves)
             moves, paths = None, [()] * len(paths)
         self._hold(moves, before, paths)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """At other addresses from here on."""
+        self._move_now()
+        super().keep_rows(rows)
+        index = torch.tensor(rows, device=self.slots.state.device)
+        self.slots.state, self.slots.text = self.slots.state[index], self.slots.text[index]
+        self.rows = len(rows)
 
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._move_now()

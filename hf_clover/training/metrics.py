@@ -38,11 +38,12 @@ class HeadMetrics:
         batch = torch.cat([column.to(loss_sums.device, torch.float32) for column in columns], dim=1)
         self._sums = batch if self._sums is None else self._sums + batch
 
-    def compute(self, accelerator: Accelerator) -> tuple[dict[str, float], int]:
+    def compute(self, accelerator: Accelerator | None = None) -> tuple[dict[str, float], int]:
         """The metrics since the last `reset`, and the tokens seen; nothing where there was no batch."""
         if self._sums is None:
             return {}, 0
-        sums = accelerator.reduce(self._sums, reduction="sum").cpu()
+        sums = self._sums if accelerator is None else accelerator.reduce(self._sums, reduction="sum")
+        sums = sums.cpu()
         loss, counts, hits, total, hits_given, total_given, tokens = sums.split([1, 1, TOP_K, 1, TOP_K, TOP_K, 1], 1)
         metrics: dict[str, float] = {}
         accuracy = _ratio(hits, total)  # [K, TOP_K]

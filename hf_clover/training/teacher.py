@@ -27,7 +27,6 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 from transformers.utils import logging
-from trl.models import prepare_deepspeed
 
 from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_clover import CloverHeads
@@ -62,6 +61,8 @@ class Teacher:
         if accelerator.distributed_type == DistributedType.FSDP:
             self.shard()
         elif shards_by_deepspeed(accelerator):
+            from trl.models import prepare_deepspeed  # who trains in a loop of his own needs no trl
+
             self.model = prepare_deepspeed(self.model, accelerator)
             self._lend_whole()
         elif not hasattr(self.model, "hf_device_map"):  # which has placed it, as it does for quantised models
