@@ -160,3 +160,7 @@ def test_the_script_of_a_gpu(tmp_path, monkeypatch):
     again = run("--epochs", "2")
     assert (again["answers"]["answers"], again["answers"]["this_time"]["tokens_per_second"]) == (5, 0)
     assert again["training"]["log"] == []  # it had been at its end
+
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(asked[0]) + "\n")
+    with pytest.raises(SystemExit, match="left time for 1 answers, and one is to learn from.*run it again"):
+        run("--work", str(tmp_path / "other work"))

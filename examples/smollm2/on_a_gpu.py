@@ -156,6 +156,11 @@ def keep_answers(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
 
 def learn(args: argparse.Namespace, clock: Clock, target: PreTrainedModel, note: Any) -> CloverHeads:
     texts = [[*question, *tokens] for _, question, tokens in answers_in(args.work / "answers")]
+    if len(texts) < 2:
+        raise SystemExit(
+            f"`--minutes {args.minutes:g}` left time for {len(texts)} answers, and one is to learn from and one to be "
+            "tried on: give it more minutes, or run it again, which goes on where it was."
+        )
     held_out = max(int(HELD_OUT * len(texts)), 1)
     rows, test = (Rows.packed(part, args.max_length) for part in (texts[:-held_out], texts[-held_out:]))
     torch.manual_seed(0)
