@@ -13,7 +13,9 @@ from hf_clover.decoding.support import CloverWarning
 VOCABULARY, NEW = 32, 30
 RUNS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
 TREE_RUNS = [run for run in RUNS if ZOO[run[0]].route == "tree"]
-OTHER_RUNS = [run for run in RUNS if ZOO[run[0]].route != "tree"]
+CHAIN_RUNS = [run for run in RUNS if "chain" in ZOO[run[0]].route]
+PLAIN_RUNS = [run for run in RUNS if ZOO[run[0]].route == "plain"]
+VARIANTS = ("clover-x", "clover-2", "clover", "medusa")
 FAMILIES = [name for name, attention in TREE_RUNS if attention == ZOO[name].attn[0]]
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 8}
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
@@ -45,7 +47,7 @@ def test_greedy_tokens_with_planted_trees(name, attention):
     assert min(depths) < 6, "some drafts must have been rejected"
 
 
-@pytest.mark.parametrize("variant", ["clover-x", "clover-2", "clover", "medusa"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_and_same_seed_with_real_heads(name, variant):
     """Untrained heads with wide trees over a small vocabulary: some guesses are right by chance."""
@@ -65,8 +67,37 @@ def test_greedy_and_same_seed_with_real_heads(name, variant):
         assert accepted > 0
 
 
-@pytest.mark.parametrize(("name", "attention"), OTHER_RUNS)
-def test_targets_that_cannot_verify_a_tree_fall_back(name, attention):
+@pytest.mark.parametrize(("name", "attention"), CHAIN_RUNS)
+def test_chains_with_planted_drafts(name, attention):
+    """Greedy and sampled, alone and in a batch; some drafts are accepted and some rejected."""
+    model = build(name, attention, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model, variant=VARIANTS[CHAIN_RUNS.index((name, attention)) % len(VARIANTS)])
+    for lengths in SHAPES.values():
+        for kwargs in ({}, SAMPLED):
+            inputs = ragged_batch(VOCABULARY, lengths)
+            torch.manual_seed(0)
+            plain = generate(model, inputs, **kwargs)
+            after_plain = torch.rand(1)
+            torch.manual_seed(0)
+            with (
+                planted(plain.sequences, inputs["input_ids"].shape[1]),
+                warnings.catch_warnings(record=True) as caught,
+            ):
+                warnings.simplefilter("always", CloverWarning)
+                out = generate(model, inputs, heads, num_assistant_tokens=6, **kwargs)
+            assert torch.equal(out.sequences, plain.sequences), f"{lengths} {kwargs}"
+            assert torch.equal(torch.rand(1), after_plain), "no more random numbers and no fewer"
+            assert out.speculation.reason in str(caught[0].message)
+            if (name, len(lengths)) == ("rwkv", 3):  # whose rows are not alone in a batch
+                assert out.speculation.method == "plain"
+                continue
+            assert out.speculation.method == ZOO[name].route
+            forwards = out.speculation.target_forwards
+            assert NEW / 7 <= forwards < 0.8 * NEW, "drafts are accepted, and some are not"
+
+
+@pytest.mark.parametrize(("name", "attention"), PLAIN_RUNS)
+def test_targets_that_cannot_verify_drafts_fall_back(name, attention):
     model = build(name, attention, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model)
     for lengths in SHAPES.values():
@@ -76,7 +107,6 @@ def test_targets_that_cannot_verify_a_tree_fall_back(name, attention):
             out = generate(model, inputs, heads)
         assert len([w for w in caught if issubclass(w.category, CloverWarning)]) == 1
         assert torch.equal(out.sequences, plain)
-        expected = ZOO[name].route if len(lengths) == 1 else "plain"
-        assert out.speculation.method == expected
+        assert out.speculation.method == "plain"
         assert out.speculation.reason
         assert out.speculation.reason in str(caught[0].message)
