@@ -1,10 +1,12 @@
 """Every family of the zoo, every attention it runs with: the tokens are plain generate's, and drafts were accepted."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from oracle import planted
+from transformers import DynamicCache, StoppingCriteriaList
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads
@@ -94,6 +96,45 @@ def test_chains_with_planted_drafts(name, attention):
             assert out.speculation.method == ZOO[name].route
             forwards = out.speculation.target_forwards
             assert NEW / 7 <= forwards < 0.8 * NEW, "drafts are accepted, and some are not"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, SAMPLED, {"eos_token_id": 5, "pad_token_id": 0}], ids=["greedy", "seed", "eos"]
+)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "bloom"])
+def test_chains_in_a_conversation(name, settings):
+    """Three turns on the user's cache, two of them with drafts, the last one by plain generate."""
+    model = build(name, ZOO[name].attn[0], vocab_size=VOCABULARY)
+    heads, said = CloverHeads.from_target(model), []
+    for drafts in ({}, {"assistant_model": heads, "num_assistant_tokens": 4}):
+        torch.manual_seed(0)
+        inputs = ragged_batch(VOCABULARY, (6, 6))
+        cache, said = DynamicCache(config=model.config), [*said, []]
+        for turn in range(3):
+            options = {**settings, **(drafts if turn < 2 else {}), "past_key_values": cache}
+            text = model.generate(**inputs, max_new_tokens=7, **options)
+            said[-1].append(text.tolist())
+            inputs = {"input_ids": torch.cat((text, text[:, :2] % (VOCABULARY - 1) + 1), dim=1)}
+        said[-1].append(float(torch.rand(1)))
+    assert said[0] == said[1]
+
+
+def test_a_chain_leaves_the_users_cache_alone_when_it_is_interrupted():
+    model = build("qwen3_next", "sdpa", vocab_size=VOCABULARY)
+    heads, cache = CloverHeads.from_target(model), DynamicCache(config=model.config)
+    inputs = ragged_batch(VOCABULARY, (6,))
+    text = model.generate(**inputs, max_new_tokens=4, past_key_values=cache)
+
+    def stop(input_ids, scores, **kwargs):
+        if input_ids.shape[1] > text.shape[1] + 3:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    plain = model.generate(text, max_new_tokens=8, past_key_values=copy.deepcopy(cache))
+    with pytest.raises(KeyboardInterrupt):
+        settings = {"assistant_model": heads, "stopping_criteria": StoppingCriteriaList([stop])}
+        model.generate(text, max_new_tokens=8, past_key_values=cache, **settings)
+    assert torch.equal(model.generate(text, max_new_tokens=8, past_key_values=cache), plain)
 
 
 @pytest.mark.parametrize(("name", "attention"), PLAIN_RUNS)

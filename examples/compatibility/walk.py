@@ -197,7 +197,7 @@ def compare(model: PreTrainedModel, heads: CloverHeads, plain: dict[tuple[int, .
             methods.append(method)
             reasons.append(out.speculation.reason)
     if PLAIN in methods and PLAIN not in methods[: -len(MODES)]:
-        reasons[0], methods[-len(MODES) :] = f"{reasons[0]}; batches go plain: {reasons[-1]}", methods[: len(MODES)]
+        reasons[0], methods[-len(MODES) :] = f"{reasons[0]}; batches go plain", methods[: len(MODES)]
     if len(set(methods)) > 1:
         return WRONG, f"decoded in turn by {', '.join(methods)}"
     return methods[0], _steady(reasons[0] or "")
