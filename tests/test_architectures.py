@@ -131,8 +131,8 @@ def test_a_chain_leaves_the_users_cache_alone_when_it_is_interrupted():
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     plain = model.generate(text, max_new_tokens=8, past_key_values=copy.deepcopy(cache))
+    settings = {"assistant_model": heads, "stopping_criteria": StoppingCriteriaList([stop])}
     with pytest.raises(KeyboardInterrupt):
-        settings = {"assistant_model": heads, "stopping_criteria": StoppingCriteriaList([stop])}
         model.generate(text, max_new_tokens=8, past_key_values=cache, **settings)
     assert torch.equal(model.generate(text, max_new_tokens=8, past_key_values=cache), plain)
 
