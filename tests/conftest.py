@@ -76,7 +76,7 @@ def _deterministic():
 class PinnedBudget(FixedBudget):
     """In the automatic budget's place: what that chooses depends on the time that steps take."""
 
-    def ask(self, rows: int, context: int) -> int:
+    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
         return min(max(4, 24 // rows), self.nodes)
 
 

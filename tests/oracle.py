@@ -38,11 +38,20 @@ class PlantingGenerator(CloverCandidateGenerator):
     def draft(self, nodes: int, shape: str | None = None, foresight: Any = None) -> Tree:
         if nodes == 0:
             return root_only(self.roots)
-        rows = [self._row(row, nodes) for row in range(len(self.place))]
+        plant = self._chain if shape == "chain" else self._row
+        rows = [plant(row, nodes) for row in range(len(self.place))]
         tokens, parents, depths = (torch.tensor(values) for values in zip(*rows, strict=True))
         tokens[:, 0] = self.roots
         ones = torch.ones_like(tokens)
         return Tree(tokens, parents, depths, -ones.float(), ones.bool(), max_depth=nodes)
+
+    def _chain(self, row: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
+        """The truth's next tokens as far as a random depth, and a wrong one behind them."""
+        ahead = self.truth[row, self.place[row] :].tolist()
+        known, vocabulary = self.rng.randint(0, nodes), self.heads.config.vocab_size
+        drafts = [token if at < known else (token + 1) % vocabulary for at, token in enumerate(ahead[:nodes])]
+        drafts += [1] * (nodes - len(drafts))
+        return [0, *drafts], [0, *range(nodes)], list(range(nodes + 1))
 
     def _row(self, row: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
         """A random tree with the truth's next tokens down one path as far as a random depth."""

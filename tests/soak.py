@@ -265,8 +265,7 @@ def _play(case: Case, outcome: Outcome) -> None:
         outcome.new_tokens += record.new_tokens
         outcome.accepted_tokens += record.accepted_tokens
         outcome.methods.append(record.method)
-    if not (case.options["do_sample"] and "chain" in outcome.methods):  # that draws other random numbers
-        outcome.error = _what_differs(case, target, plain, ours, outcome)
+    outcome.error = _what_differs(case, target, plain, ours, outcome)
 
 
 def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth: list[torch.Tensor] | None) -> Said:

@@ -1,10 +1,12 @@
 """Every family of the zoo, every attention it runs with: the tokens are plain generate's, and drafts were accepted."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from oracle import planted
+from transformers import DynamicCache, StoppingCriteriaList
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads
@@ -13,7 +15,8 @@ from hf_clover.decoding.support import CloverWarning
 VOCABULARY, NEW = 32, 30
 RUNS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
 TREE_RUNS = [run for run in RUNS if ZOO[run[0]].route == "tree"]
-OTHER_RUNS = [run for run in RUNS if ZOO[run[0]].route != "tree"]
+CHAIN_RUNS = [run for run in RUNS if "chain" in ZOO[run[0]].route]
+PLAIN_RUNS = [run for run in RUNS if ZOO[run[0]].route == "plain"]
 FAMILIES = [name for name, attention in TREE_RUNS if attention == ZOO[name].attn[0]]
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 8}
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
@@ -74,8 +77,76 @@ def test_greedy_and_same_seed_with_real_heads(name, variant):
         assert accepted > 0
 
 
-@pytest.mark.parametrize(("name", "attention"), OTHER_RUNS)
-def test_targets_that_cannot_verify_a_tree_fall_back(name, attention):
+@pytest.mark.parametrize(("name", "attention"), CHAIN_RUNS)
+def test_chains_with_planted_drafts(name, attention):
+    """Greedy and sampled, alone and in a batch; some drafts are accepted and some rejected."""
+    model = build(name, attention, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model, variant=VARIANTS[CHAIN_RUNS.index((name, attention)) % len(VARIANTS)])
+    for lengths in SHAPES.values():
+        for kwargs in ({}, SAMPLED):
+            inputs = ragged_batch(VOCABULARY, lengths)
+            torch.manual_seed(0)
+            plain = generate(model, inputs, **kwargs)
+            after_plain = torch.rand(1)
+            torch.manual_seed(0)
+            with (
+                planted(plain.sequences, inputs["input_ids"].shape[1]),
+                warnings.catch_warnings(record=True) as caught,
+            ):
+                warnings.simplefilter("always", CloverWarning)
+                out = generate(model, inputs, heads, num_assistant_tokens=6, **kwargs)
+            assert torch.equal(out.sequences, plain.sequences), f"{lengths} {kwargs}"
+            assert torch.equal(torch.rand(1), after_plain), "no more random numbers and no fewer"
+            assert out.speculation.reason in str(caught[0].message)
+            if (name, len(lengths)) == ("rwkv", 3):  # whose rows are not alone in a batch
+                assert out.speculation.method == "plain"
+                continue
+            assert out.speculation.method == ZOO[name].route
+            forwards = out.speculation.target_forwards
+            assert NEW / 7 <= forwards < 0.8 * NEW, "drafts are accepted, and some are not"
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, SAMPLED, {"eos_token_id": 5, "pad_token_id": 0}], ids=["greedy", "seed", "eos"]
+)
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "bloom"])
+def test_chains_in_a_conversation(name, settings):
+    """Three turns on the user's cache, two of them with drafts, the last one by plain generate."""
+    model = build(name, ZOO[name].attn[0], vocab_size=VOCABULARY)
+    heads, said = CloverHeads.from_target(model), []
+    for drafts in ({}, {"assistant_model": heads, "num_assistant_tokens": 4}):
+        torch.manual_seed(0)
+        inputs = ragged_batch(VOCABULARY, (6, 6))
+        cache, said = DynamicCache(config=model.config), [*said, []]
+        for turn in range(3):
+            options = {**settings, **(drafts if turn < 2 else {}), "past_key_values": cache}
+            text = model.generate(**inputs, max_new_tokens=7, **options)
+            said[-1].append(text.tolist())
+            inputs = {"input_ids": torch.cat((text, text[:, :2] % (VOCABULARY - 1) + 1), dim=1)}
+        said[-1].append(float(torch.rand(1)))
+    assert said[0] == said[1]
+
+
+def test_a_chain_leaves_the_users_cache_alone_when_it_is_interrupted():
+    model = build("qwen3_next", "sdpa", vocab_size=VOCABULARY)
+    heads, cache = CloverHeads.from_target(model), DynamicCache(config=model.config)
+    inputs = ragged_batch(VOCABULARY, (6,))
+    text = model.generate(**inputs, max_new_tokens=4, past_key_values=cache)
+
+    def stop(input_ids, scores, **kwargs):
+        if input_ids.shape[1] > text.shape[1] + 3:
+            raise KeyboardInterrupt
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    plain = model.generate(text, max_new_tokens=8, past_key_values=copy.deepcopy(cache))
+    settings = {"assistant_model": heads, "stopping_criteria": StoppingCriteriaList([stop])}
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(text, max_new_tokens=8, past_key_values=cache, **settings)
+    assert torch.equal(model.generate(text, max_new_tokens=8, past_key_values=cache), plain)
+
+
+@pytest.mark.parametrize(("name", "attention"), PLAIN_RUNS)
+def test_targets_that_cannot_verify_drafts_fall_back(name, attention):
     model = build(name, attention, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model)
     for lengths in SHAPES.values():
@@ -85,7 +156,6 @@ def test_targets_that_cannot_verify_a_tree_fall_back(name, attention):
             out = generate(model, inputs, heads)
         assert len([w for w in caught if issubclass(w.category, CloverWarning)]) == 1
         assert torch.equal(out.sequences, plain)
-        expected = ZOO[name].route if len(lengths) == 1 else "plain"
-        assert out.speculation.method == expected
+        assert out.speculation.method == "plain"
         assert out.speculation.reason
         assert out.speculation.reason in str(caught[0].message)

@@ -502,7 +502,7 @@ def test_the_heads_see_later_what_they_did_not_draft(target):
         seen = trees.setdefault(rests, [])
 
         class Alternating(FixedBudget):
-            def ask(self, rows, context):
+            def ask(self, rows, context, replayed=0):
                 return 0 if rests and context % 3 else self.nodes  # noqa: B023
 
             def cut(self, tree, rows, lengths):

@@ -4,8 +4,8 @@ A zoo of tiny random targets: one causal language model per architecture family,
 Contract:
 - `ZOO[name]` says what a target is made of, which attention implementations it runs with, and the route by which
   Clover may decode it: "tree" (one forward over a masked tree equals one forward per token), "chain" (a forward over
-  several tokens in order does, and the cache can be cropped, but not a tree) or "plain" (one token at a time only,
-  because a recurrent state cannot be taken back). Tree and chain were seen to hold with transformers 5.23.
+  several tokens in order does, and the cache can be cropped, but not a tree), "replayed chain" (the same, but of a
+  state that is kept and run on again) or "plain" (one token at a time only). Seen to hold with transformers 5.23.
 - `build(name)` is deterministic in `seed`: the same weights whatever the attention implementation or dtype (before
   rounding), without touching torch's global random state.
 - Windows, chunks and local attention span 6 to 8 tokens, so they matter within a 40-token generation.
@@ -29,7 +29,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-Route = Literal["tree", "chain", "plain"]
+Route = Literal["tree", "chain", "replayed chain", "plain"]
 
 BOTH = ("sdpa", "eager")
 EAGER = ("eager",)
@@ -220,21 +220,21 @@ CASES = [
             shared_expert_intermediate_size=48,
             layer_types=["linear_attention", "full_attention"] * 2,
         ),
-        route="plain",
+        route="replayed chain",
     ),
     Case(
         "mamba",
         "MambaConfig",
         dict(hidden_size=64, num_hidden_layers=3, state_size=8, time_step_rank=4),
         attn=EAGER,
-        route="plain",
+        route="replayed chain",
     ),
     Case(
         "rwkv",
         "RwkvConfig",
         dict(hidden_size=64, attention_hidden_size=64, intermediate_size=96, num_hidden_layers=3, context_length=256),
         attn=EAGER,
-        route="plain",
+        route="replayed chain",
     ),
     Case(
         "recurrent_gemma",
@@ -248,13 +248,13 @@ CASES = [
         DEEP
         | dict(attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1)
         | dict(num_experts=4, num_experts_per_tok=2, mamba_d_state=8, mamba_dt_rank=4, use_mamba_kernels=False),
-        route="plain",
+        route="replayed chain",
     ),
     Case(
         "bamba",
         "BambaConfig",
         DEEP | dict(attn_layer_indices=[1, 3], mamba_n_heads=4, mamba_d_head=32, mamba_d_state=8, mamba_chunk_size=16),
-        route="plain",
+        route="replayed chain",
     ),
 ]
 ZOO: dict[str, Case] = {case.name: case for case in CASES if case.available}

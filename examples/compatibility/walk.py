@@ -5,16 +5,16 @@
     python examples/compatibility/walk.py llama opt  # these, on the terminal
 
 Contract: `examine(model_type)` builds a tiny random model of the type from its configuration (small_configs.py), lets
-it continue three batches plainly and with drafts, and says in one `Row` by which way it was decoded. A drafter that
-knows the plain continuation plants it among wrong guesses (tests/oracle.py), so drafts are accepted at every depth.
-The tokens must be plain generate's, and the logits they were chosen by equal up to rounding. Texts are longer than the
-models' windows and than the lengths at which they change their ways. A row depends on the version of transformers and
-on nothing else: weights are seeded, and such as let rounding decide between two tokens are not used.
+it continue three batches, greedily and by sampling, plainly and with drafts, and says in one `Row` by which way it was
+decoded. A drafter that knows the plain continuation plants it among wrong guesses (tests/oracle.py), so drafts are
+accepted at every depth. The tokens must be plain generate's, from the same seed, and the logits they were chosen by
+equal up to rounding. Texts are longer than the models' windows and than the lengths at which they change their ways. A
+row depends on the version of transformers and on nothing else: weights are seeded, and such as let rounding decide
+between two tokens are not used.
 """
 
 import argparse
 import contextlib
-import random
 import re
 import sys
 import time
@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -34,19 +33,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tests")]
 
-from oracle import PlantingGenerator, planted  # noqa: E402
+from oracle import planted  # noqa: E402
 from small_configs import NOT_HERE, tiny_config  # noqa: E402
 from zoo import ragged_batch  # noqa: E402
 
 from hf_clover import CloverHeads  # noqa: E402
-from hf_clover.decoding import entry  # noqa: E402
-from hf_clover.decoding.tree import Tree, chain_of  # noqa: E402
 
 TABLE = HERE / "README.md"
-TREE, CHAIN, PLAIN, REFUSED, NOT_BUILT, WRONG = "tree", "chain", "plain", "refused", "not built", "WRONG"
+TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
+REFUSED, NOT_BUILT, WRONG = "refused", "not built", "WRONG"
 MEANINGS = {
     TREE: "exact: whole trees of drafts are verified, at any batch size",
-    CHAIN: "exact: one chain of drafts at a time for a single prompt, by transformers' own assisted decoding",
+    CHAIN: "exact: chains of drafts are verified, at any batch size, all rows at the pace of the slowest",
+    REPLAYED: "exact: the same, and what was accepted of a chain that was not right to its end is run once more",
     PLAIN: "plain `generate`, with a warning that gives the reason",
     REFUSED: "no heads can be made for it: `CloverHeads.from_target` raises the error",
     NOT_BUILT: "no tiny model that generates text can be made from its configuration here",
@@ -54,6 +53,8 @@ MEANINGS = {
 }
 ALONE, SHORT, PADDED = (7,), (3,), (5, 19)  # the lengths of the prompts, batch by batch
 NEW_TOKENS, NODES, SEEDS = 24, 6, 12
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
+MODES: tuple[dict[str, Any], ...] = ({}, SAMPLED)
 RECORDS = {"output_logits": True, "output_scores": True}
 ROUNDING = 1e-3  # of the logits' spread; in float32, forwards of other shapes differ by a hundredth of it
 
@@ -170,41 +171,36 @@ def _spread(logits: torch.Tensor) -> torch.Tensor:
 def compare(model: PreTrainedModel, heads: CloverHeads, plain: dict[tuple[int, ...], Any]) -> tuple[str, str]:
     """The result and its reason."""
     methods, reasons = [], []
-    for lengths, expected in plain.items():
-        records = RECORDS if lengths == ALONE else {}
-        start = max(lengths)
-        with planted(expected.sequences, start), planted_chains(expected.sequences, start):
-            out = generate(model, lengths, assistant_model=heads, num_assistant_tokens=NODES, **records)
-        method, accepted = out.speculation.method, out.speculation.accepted_tokens
-        case = f"{method}, prompts of {' and '.join(map(str, lengths))} tokens"
-        if not torch.equal(out.sequences, expected.sequences):
-            return WRONG, f"{case}: other tokens"
-        if records and _difference(out.logits, expected.logits) > ROUNDING:
-            return WRONG, f"{case}: the same tokens from other logits"
-        if method != PLAIN and accepted < NEW_TOKENS // 4:
-            return WRONG, f"{case}: right drafts were not accepted"
-        methods.append(method)
-        reasons.append(out.speculation.reason)
-    if len(set(methods)) > 1 and methods != [CHAIN, CHAIN, PLAIN]:
+    for lengths, greedy in plain.items():
+        for settings in MODES:
+            records = RECORDS if lengths == ALONE else {}
+            expected = greedy
+            if settings:
+                torch.manual_seed(0)
+                expected = generate(model, lengths, **settings, **records)
+            random_after, start = torch.random.get_rng_state(), max(lengths)
+            torch.manual_seed(0)
+            with planted(expected.sequences, start):
+                drafts = {"assistant_model": heads, "num_assistant_tokens": NODES}
+                out = generate(model, lengths, **drafts, **settings, **records)
+            method, accepted = out.speculation.method, out.speculation.accepted_tokens
+            how = "sampled" if settings else "greedy"
+            case = f"{method}, {how}, prompts of {' and '.join(map(str, lengths))} tokens"
+            if not torch.equal(out.sequences, expected.sequences):
+                return WRONG, f"{case}: other tokens"
+            if settings and not torch.equal(torch.random.get_rng_state(), random_after):
+                return WRONG, f"{case}: as many random numbers must be used, no more and no less"
+            if records and _difference(out.logits, expected.logits) > ROUNDING:
+                return WRONG, f"{case}: the same tokens from other logits"
+            if method != PLAIN and accepted < NEW_TOKENS // 4:
+                return WRONG, f"{case}: right drafts were not accepted"
+            methods.append(method)
+            reasons.append(out.speculation.reason)
+    if PLAIN in methods and PLAIN not in methods[: -len(MODES)]:
+        reasons[0], methods[-len(MODES) :] = f"{reasons[0]}; batches go plain", methods[: len(MODES)]
+    if len(set(methods)) > 1:
         return WRONG, f"decoded in turn by {', '.join(methods)}"
     return methods[0], _steady(reasons[0] or "")
-
-
-class PlantingChain(PlantingGenerator):
-    """What tests/oracle.py does for trees, for transformers' own assisted loop."""
-
-    def draft(self, nodes: int, shape: str | None = None, foresight: Any = None) -> Tree:
-        rest = self.truth[:, self.place[0] :]
-        known = rest[:, : self.rng.randint(0, nodes)]
-        wrong = rest[:, known.shape[1] :][:, :1] % 50 + 1
-        return chain_of(torch.cat((self.roots[:, None], known, wrong), dim=1))
-
-
-@contextlib.contextmanager
-def planted_chains(truth: torch.Tensor, start: int) -> Iterator[None]:
-    fields = {"truth": truth, "rng": random.Random(0), "start": start}
-    with mock.patch.object(entry, "CloverCandidateGenerator", type("Planted", (PlantingChain,), fields)):
-        yield
 
 
 # ---------------------------------------------------------------------- the table
@@ -228,9 +224,9 @@ def write_table(rows: list[Row]) -> None:
         f"For each of the {len(rows)} types of causal language models in transformers {transformers.__version__}: a"
         " tiny random model is",
         "made from its configuration (three layers, windows of six tokens, float32, CPU) and continues single prompts",
-        "and a left-padded batch, plainly and with drafts, of which some are right and some wrong. The same tokens",
-        f"came out, or there would be a row that says `{WRONG}`. Not covered: half precision, the sizes of real",
-        "models, prompts with images or sound.",
+        "and a left-padded batch, greedily and by sampling, plainly and with drafts, of which some are right and some",
+        f"wrong. The same seed gave the same tokens, or there would be a row that says `{WRONG}`. Not covered: half",
+        "precision, the sizes of real models, prompts with images or sound.",
         "",
         "| result | types | meaning |",
         "|---|---|---|",

@@ -73,7 +73,7 @@ class FixedBudget:
     def most_nodes(self) -> int:
         return self.nodes
 
-    def ask(self, rows: int, context: int) -> int:
+    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
         return self.nodes
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
@@ -244,13 +244,16 @@ class AutomaticBudget:
         self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
         self.chosen: deque[int] = deque(maxlen=8)
         self.drafted = 0  # nodes, in this step
+        self.replayed = 0  # tokens, likewise
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
 
     @property
     def most_nodes(self) -> int:
         return self.sizes[-1]
 
-    def ask(self, rows: int, context: int) -> int:
+    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
+        """`replayed`: settled tokens that this step's forward takes again, each as dear as a node."""
+        self.replayed = replayed
         costs = self._look_up(rows, context)
         if costs.resting or costs.plain.value is None or self._must_compare(costs):
             costs.resting = max(costs.resting - 1, 0)
@@ -283,13 +286,13 @@ class AutomaticBudget:
         nodes = tree.size - 1
         self.since_plain += 1
         with self.experience.lock:
-            if nodes == 0:
-                self.since_plain = 0
-            else:
+            if nodes:
                 self.acceptance.learn(self.log_probs, paths)
-            if nodes or self.drafted:
-                self.costs.learn_tree(self.drafted, draft_seconds, nodes, forward_seconds)
-            if nodes == 0:
+            beside_root = nodes + self.replayed
+            if beside_root or self.drafted:
+                self.costs.learn_tree(self.drafted, draft_seconds, beside_root, forward_seconds)
+            if beside_root == 0:
+                self.since_plain = 0
                 self.costs.learn_plain(forward_seconds)
 
     def _look_up(self, rows: int, context: int) -> Costs:
@@ -330,12 +333,15 @@ class AutomaticBudget:
         sizes = [size for size in self.sizes if size <= drafted]
         self.drafts += 1
         gains = self._gains(log_probs, last).tolist()  # [N] tokens of a row beyond its own
-        forwards, costs.noise = cost_by_size(costs.in_plain_steps(costs.forwards), sizes, *self.guess)
+        forwards, costs.noise = cost_by_size(
+            costs.in_plain_steps(costs.forwards), [size + self.replayed for size in sizes], *self.guess
+        )
         drafts, _ = cost_by_size(costs.in_plain_steps(costs.drafts), sizes, DRAFT, self.guess[1])
         # No forward takes less than one over a single token: where it seems so, the machine was slower for that one.
         slower = min([1.0, *forwards[1:]])
         steps = [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
-        steps[0] = drafts[0] / slower + 1
+        if not self.replayed:
+            steps[0] = drafts[0] / slower + 1
         tokens = [1 + (gains[size - 1] if size else 0.0) for size in sizes]
         rates = [t / s for t, s in zip(tokens, steps, strict=True)]
         place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * max(rates))

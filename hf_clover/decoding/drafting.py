@@ -1,9 +1,8 @@
 """The heads' side of a step: keep up with the target, then grow a tree.
 
 Contract: `CloverCandidateGenerator` is fed what the target has just settled (hidden states and the tokens after
-them) and drafts from there. `draft()` gives a tree; `get_candidates()` gives a chain, for transformers' own assisted
-loop. It never looks at the target's logits and uses no random numbers of its own; it may be told those that plain
-generate is about to use (`foresight.py`).
+them) and drafts a tree from there. It never looks at the target's logits and uses no random numbers of its own; it may
+be told those that plain generate is about to use (`foresight.py`).
 
 Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V vocabulary.
 """
@@ -11,12 +10,10 @@ Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V v
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.utils import logging
 
 from ..network.blocks import followed, keep, last_place, stretches
@@ -135,17 +132,13 @@ def grow_in_shape(
     return grow_global(score, roots, nodes, depth, config.draft_beam_width, config.draft_top_k, vocabulary)
 
 
-class CloverCandidateGenerator(CandidateGenerator):
-    requires_model_outputs = True
-    model_kwargs_overrides: dict[str, Any] = {}
-
+class CloverCandidateGenerator:
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
         self.state: torch.Tensor | None = None  # [B, ...] what `encode` gave at the text's end
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
-        self.forwards = 0  # of the target, in transformers' own assisted loop
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
         self._waiting: list[Settled] = []
 
@@ -270,37 +263,3 @@ class CloverCandidateGenerator(CandidateGenerator):
         starts = self.cache.slots.starts_on(tokens.device)[..., None]  # [B, 1, 1]
         visible = self._without_padding(torch.arange(columns, device=tokens.device) < starts)  # [B, 1, C]
         return tokens, values, visible[:, None]
-
-    # ------------------------------------------------------------------ transformers' own assisted loop
-
-    def drive_chain(self, captured: list[torch.Tensor], nodes: int, max_length: int, eos: torch.Tensor | None) -> None:
-        """Settings for `get_candidates`; `captured` collects the target's hidden states of each forward."""
-        self._captured, self._nodes, self._max_length, self._eos = captured, nodes, max_length, eos
-
-    @torch.no_grad()
-    def get_candidates(
-        self, input_ids: torch.Tensor, is_first_iteration: bool = False, n_last_matches: int = 0, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
-        """The text with a drafted chain behind it; no logits, so that the target's own choice decides."""
-        self.forwards += 1  # the loop is about to run the target
-        if is_first_iteration:
-            return input_ids, None
-        hidden = torch.cat(self._captured, dim=1)  # [1, T, d]
-        self._captured.clear()
-        is_prompt = self.roots is None
-        new = hidden.shape[1] if is_prompt else n_last_matches + 1
-        length = input_ids.shape[1]
-        positions = torch.arange(length - 1 - new, length - 1, device=hidden.device)[None]
-        self.extend(hidden[:, :new], input_ids[:, -new:], positions, [new])
-        room = self._max_length - length - 1
-        if room <= 0:
-            return input_ids, None
-        tree = self.draft(min(self._nodes, room), shape="chain")
-        chain = tree.tokens[:, 1:][:, : int(tree.valid[0, 1:].sum())]
-        if self._eos is not None:  # nothing after an end of sequence, which the stock loop would keep
-            ends = torch.isin(chain[0], self._eos.to(chain.device)).nonzero()
-            chain = chain[:, : int(ends[0])] if len(ends) else chain
-        return torch.cat((input_ids, chain.to(input_ids.device)), dim=1), None
-
-    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to learn from it (older versions of transformers ask for the method)."""

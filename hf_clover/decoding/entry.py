@@ -13,15 +13,13 @@ from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import device_of, unwrap
-from .budget import SIZES, check_nodes
-from .drafting import CloverCandidateGenerator
+from .budget import check_nodes
 from .loop import CloverGenerateOutput, speculate
-from .private_api import generate_plainly, original, why_unavailable
+from .private_api import generate_plainly, why_unavailable
 from .ranks import share_random_state
 from .record import Speculation, report
 from .state import Text
-from .support import Route, choose_route, warn
-from .target_run import capture_before_final_norm
+from .support import PLAIN, TREE, Route, choose_route, warn
 
 logger = logging.get_logger(__name__)
 
@@ -55,76 +53,21 @@ def generate_with(
     if lacking is None:
         route = choose_route(model, text, generation_config, model_kwargs)
     else:
-        route = Route("plain", f"transformers has {lacking}")
+        route = Route(PLAIN, f"transformers has {lacking}")
     options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-    if route.method == "tree":
-        budget = {"num_assistant_tokens": num_assistant_tokens, "is_ceiling": schedule not in (None, "constant")}
-        return speculate(model, heads, input_ids, text, model_kwargs, **budget, synced_gpus=synced_gpus)
-    name = type(model).__name__
-    if route.method == "chain":
-        warn(f"`{name}` cannot verify a tree ({route.reason}); one chain at a time is drafted instead")
-        return _assisted_by_chain(model, heads, arguments, num_assistant_tokens, options, route.reason)
-    warn(f"`{name}` cannot verify drafts here ({route.reason}); plain generate is used instead")
-    return with_plain_record(generate_plainly(model, *arguments, **options), input_ids.shape[1], route.reason)
+    if route.method == PLAIN:
+        warn(f"`{type(model).__name__}` cannot verify drafts here ({route.reason}); plain generate is used instead")
+        return with_plain_record(generate_plainly(model, *arguments, **options), input_ids.shape[1], route.reason)
+    if route.method != TREE:
+        warn(f"`{type(model).__name__}` cannot verify a tree ({route.reason}); chains are drafted instead")
+        text = Text.start(*arguments, streamer, all_as_one=True)
+    budget = {"num_assistant_tokens": num_assistant_tokens, "is_ceiling": schedule not in (None, "constant")}
+    return speculate(model, heads, input_ids, text, model_kwargs, **budget, synced_gpus=synced_gpus, route=route)
 
 
 def _first_set(name: str, settings: tuple[tuple[GenerationConfig, str], ...]) -> Any:
     values = (getattr(config, prefix + name, None) for config, prefix in settings)
     return next((value for value in values if value is not None), None)
-
-
-class _DrivenTarget:
-    """The target as transformers' assisted loop sees it: itself, except for where its candidates come from."""
-
-    def __init__(self, target: PreTrainedModel, generator: CloverCandidateGenerator) -> None:
-        self._target, self._generator = target, generator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._target(*args, **kwargs)
-
-    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> CloverCandidateGenerator:
-        return self._generator
-
-
-class _OneByOne:
-    """A streamer that is told of a chain's tokens as of plain generate's."""
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
-
-    def put(self, tokens: torch.Tensor) -> None:
-        for token in tokens.flatten().split(1):
-            self._streamer.put(token)
-
-    def end(self) -> None:
-        self._streamer.end()
-
-
-def _assisted_by_chain(
-    model: PreTrainedModel, heads: CloverHeads, arguments: tuple, asked: int | None, options: dict, reason: str | None
-) -> Any:
-    input_ids, _, criteria, generation_config = arguments
-    captured: list[torch.Tensor] = []
-    generator = CloverCandidateGenerator(heads)
-    generator.drive_chain(
-        captured,
-        nodes=check_nodes(asked) or SIZES[-1],
-        max_length=criteria.max_length or generation_config.max_length,
-        eos=generation_config._eos_token_tensor,
-    )
-    if options["streamer"] is not None:
-        options = {**options, "streamer": _OneByOne(options["streamer"])}
-    loop = original("_assisted_decoding")
-    with capture_before_final_norm(model, captured):
-        result = loop(_DrivenTarget(model, generator), *arguments, inputs_tensor=input_ids, **options)
-    sequences = result if isinstance(result, torch.Tensor) else result.sequences
-    stats = Speculation(method="chain", reason=reason, new_tokens=sequences.shape[1] - input_ids.shape[1])
-    stats.target_forwards = stats.row_forwards = generator.forwards
-    stats.accepted_tokens = stats.new_tokens - stats.target_forwards
-    return _with_speculation(result, stats)
 
 
 def with_plain_record(result: Any, prompt_length: int, reason: str | None) -> Any:

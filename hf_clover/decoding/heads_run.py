@@ -1,8 +1,9 @@
 """The heads' side of one call: what they take in of the text, and what they draft.
 
-Contract: `HeadsRun` stands beside the `TargetRun` of the same call and knows it, the text and the budget. It gives the
-heads every position that the target has settled, asks the budget for a size and the heads for a tree, lets rows that
-have ended leave both sides, and hands the cache back when the text is over, with what the heads know of it.
+Contract: `HeadsRun` stands beside the `TargetRun` (or `ChainRun`) of the same call and knows it, the text and the
+budget. It gives the heads every position that the target has settled, asks the budget for a size and the heads for a
+tree, lets rows that have ended leave both sides, and hands the cache back when the text is over, with what the heads
+know of it.
 
 Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
@@ -11,9 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import Cache
 
 from ..network.modeling_clover import CloverHeads
 from .budget import Budget
+from .chain import ChainRun
 from .copying import Copies
 from .draft_graph import graphed_drafter, pays
 from .drafting import CloverCandidateGenerator
@@ -28,12 +31,12 @@ DROP_BELOW = 0.75  # of a batch's rows going on
 
 
 class HeadsRun:
-    def __init__(self, heads: CloverHeads, budget: Budget, run: TargetRun, text: Text) -> None:
+    def __init__(self, heads: CloverHeads, budget: Budget, run: TargetRun | ChainRun, text: Text) -> None:
         self.run, self.text, self.budget = run, text, budget
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
-        most = heads.config.draft_copies if heads.config.draft_tree != "chain" else 0
+        most = heads.config.draft_copies if (run.shape or heads.config.draft_tree) != "chain" else 0
         self.copies = Copies([row.tolist() for row in text.rows()], most) if most else None
         text.take_fresh()
 
@@ -94,9 +97,10 @@ class HeadsRun:
     def draft(self, vocab_size: int) -> Tree:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
         text, lengths, unfinished = self.text, self.run.cache.lengths, self.text.unfinished
-        nodes = self.budget.ask(len(unfinished), max(lengths))
+        nodes = self.budget.ask(len(unfinished), max(lengths), self.run.replayed)
+        nodes = 0 if self.run.must_settle else nodes
         foresight = foresee(text, min(nodes, self.drafter.config.draft_depth), vocab_size) if nodes else None
-        tree = self.drafter.draft(nodes, foresight=foresight)
+        tree = self.drafter.draft(nodes, self.run.shape, foresight)
         if self.copies is not None:
             self.copies.take_in(text.take_fresh())
             tree = self.copies.added_to(tree, text.live)
@@ -122,5 +126,6 @@ class HeadsRun:
         if not self.run.keeps_cache:
             return None
         cache = self.run.hand_back(self.run.bring_rows_to_one_length(sequences, synced_gpus))
-        self.drafter.remember(cache, int(cache.get_seq_length()))
+        if isinstance(cache, Cache):
+            self.drafter.remember(cache, max(self.run.cache.lengths))
         return cache

@@ -15,11 +15,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..network.modeling_clover import CloverHeads
 from .budget import make_budget
+from .chain import ChainRun
 from .heads_run import HeadsRun
 from .private_api import any_goes_on
 from .ranks import shared_budget
 from .record import Speculation, report
 from .state import Text
+from .support import AS_TREES, REPLAYED, TREE, Route
 from .target_run import TargetRun
 from .tree import root_only
 from .walk import greedy_walk, replay
@@ -40,12 +42,17 @@ def speculate(
     num_assistant_tokens: int | None = None,
     is_ceiling: bool = False,
     synced_gpus: bool = False,
+    route: Route = AS_TREES,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay."""
+    """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay. `route`: as
+    `choose_route` says."""
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.habits), target)
-    run = TargetRun(target, text.config, model_kwargs, widest=budget.most_nodes + 1)
+    if route.method == TREE:
+        run = TargetRun(target, text.config, model_kwargs, widest=budget.most_nodes + 1)
+    else:
+        run = ChainRun(target, text.config, model_kwargs, route.method == REPLAYED, route.steps)
     walk = greedy_walk if text.is_plain_greedy else replay
-    stats = Speculation()
+    stats = Speculation(method=route.method, reason=route.reason)
 
     with run.open():
         with stats.clock("verify"):

@@ -85,9 +85,19 @@ def generate_plainly(target: "PreTrainedModel", *arguments: Any, **options: Any)
     return target._sample(*arguments, **options)
 
 
-def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict) -> dict[str, Any]:
-    """What the next forward takes beside its tokens."""
-    return target._update_model_kwargs_for_generation(outputs, inputs)
+def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict, tokens: int = 1) -> dict[str, Any]:
+    """What the next forward takes beside its tokens, once so many more are there."""
+    return target._update_model_kwargs_for_generation(outputs, inputs, num_new_tokens=tokens)
+
+
+def inputs_of_step(
+    target: "PreTrainedModel", input_ids: torch.Tensor, inputs: dict, fed: int | None, wanted: int
+) -> dict[str, Any]:
+    """All that a forward over the last `fed` tokens takes (None: over the whole text), for `wanted` rows of logits."""
+    made = target.prepare_inputs_for_generation(input_ids, next_sequence_length=fed, **inputs)
+    if "logits_to_keep" in made:
+        made["logits_to_keep"] = wanted
+    return made
 
 
 def any_goes_on(target: "PreTrainedModel", is_done: bool, synced_gpus: bool, device: torch.device) -> bool:

@@ -33,7 +33,7 @@ class Speculation:
     walk_seconds: float = 0.0
     tree_sizes: list[int] = field(default_factory=list)  # drafted nodes per row, one entry per step
     accepted_by_depth: list[int] = field(default_factory=list)  # trees, row by row, that gave 1, 2, ... drafts
-    method: str = "tree"  # or "chain" or "plain", with `reason`, where the target cannot verify a tree
+    method: str = "tree"  # or "chain", "replayed chain" or "plain", with `reason`
     reason: str | None = None
 
     @contextmanager

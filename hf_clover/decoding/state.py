@@ -88,7 +88,9 @@ class Text:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         streamer: Any,
+        all_as_one: bool = False,
     ) -> "Text":
+        """`all_as_one`: rows go in lockstep whether or not anything looks at the whole batch."""
         batch = input_ids.shape[0]
         recorded = config.return_dict_in_generate
         text = cls(
@@ -114,7 +116,7 @@ class Text:
         ends_alone = text.pad is not None or kinds == {MaxLengthCriteria}
         text.scores_decide = all(type(p) in _SCORE_PROCESSORS for p in processors)
         text.is_pure = rowwise and kinds <= {MaxLengthCriteria, EosTokenCriteria}
-        text.in_lockstep = batch == 1 or not rowwise or not ends_alone or records or streamer is not None
+        text.in_lockstep = all_as_one or batch == 1 or not rowwise or not ends_alone or records or streamer is not None
         text.is_plain_greedy = (
             not (config.do_sample or processors or records or (batch > 1 and text.in_lockstep))
             and kinds <= {MaxLengthCriteria, EosTokenCriteria}

@@ -1,30 +1,34 @@
 """Which targets can verify a tree, and what is done for those that cannot.
 
-Contract: `choose_route` says "tree", "chain" (transformers' own assisted loop, one chain at a time) or "plain", and
-why. What a config tells is read; what it does not tell is *measured* once per target: a small tree is verified with
-the loop's own code and its logits are compared with those of the same paths run plainly. So an architecture nobody
-thought of gets plain generate and a reason, never a wrong token.
+Contract: `choose_route` says "tree", "chain", "replayed chain" (chain.py) or "plain", and why. What a config tells is
+read; what it does not tell is *measured* once per target: a small tree, or some chains, are verified with the loop's
+own code and their logits are compared with those of the same tokens run plainly. So an architecture nobody thought of
+gets plain generate and a reason, never a wrong token.
 """
 
 import inspect
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from ..network.target_parts import device_of
 from .attention import TREE_ATTENTION, never_packed, shared_heads
-from .private_api import attention_of, has_sdpa, keeps_a_state
+from .chain import ChainRun
+from .private_api import attention_of, has_sdpa, is_the_users, keeps_a_state
 from .state import Text
-from .target_run import TargetRun, capture_before_final_norm, takes_positions
-from .tree import Tree
+from .target_run import TargetRun, takes_positions
+from .tree import Tree, chain_of
 
+TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+CLOSER = 0.1  # how much nearer a state's logits must be: a state takes every error along
 LARGEST_TREE = 512  # slots that a step may use beyond the text, generously
 
 
@@ -38,8 +42,12 @@ def warn(message: str) -> None:
 
 @dataclass(frozen=True)
 class Route:
-    method: str  # "tree", "chain" or "plain"
+    method: str  # "tree", "chain", "replayed chain" or "plain"
     reason: str | None = None
+    steps: bool = False  # recurrent layers take the tokens of a forward one by one
+
+
+AS_TREES = Route(TREE)
 
 
 def choose_route(
@@ -47,20 +55,30 @@ def choose_route(
 ) -> Route:
     cache = model_kwargs.get("past_key_values")
     if not model_kwargs.get("use_cache", True):
-        return Route("plain", "`use_cache=False` leaves nothing to draft from")
+        return Route(PLAIN, "`use_cache=False` leaves nothing to draft from")
     if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
-        return Route("plain", "gradient checkpointing keeps no cache in training mode; `.eval()` leaves that")
+        return Route(PLAIN, "gradient checkpointing keeps no cache in training mode; `.eval()` leaves that")
     kind = None if cache is None else type(cache)
     if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{kind.__name__}`"
-        return Route("plain", f"a tree cannot be kept in {kept}")
+        return Route(PLAIN, f"a tree cannot be kept in {kept}")
     reason = _why_only_one_by_one(target, text, model_kwargs)
     if reason is not None:
-        return Route("plain", reason)
+        return Route(PLAIN, reason)
     reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
     if reason is None:
-        return Route("tree")
-    return Route("chain" if _chain_is_exact(target, text, cache) else "plain", reason)
+        return Route(TREE)
+    if is_the_users(cache) and kind is StaticCache:
+        return Route(PLAIN, f"{reason}, and a chain of drafts cannot be kept in a cache of fixed size")
+    for route in (
+        Route(CHAIN, reason),
+        Route(REPLAYED, reason),
+        Route(REPLAYED, f"{reason}, and its recurrent layers take tokens one by one", steps=True),
+    ):
+        why_not = _why_no_chain(target, route, len(text.finished), cache is not None)
+        if why_not is None:
+            return route
+    return Route(PLAIN, f"{reason}; {why_not}")
 
 
 # ---------------------------------------------------------------------- trees
@@ -239,56 +257,60 @@ def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
 # ---------------------------------------------------------------------- chains
 
 
-def _chain_is_exact(target: PreTrainedModel, text: Text, cache: Any) -> bool:
-    """Whether transformers' own assisted loop gives plain generate's tokens here.
-
-    It takes one row, an empty cache (it would read an earlier turn's text twice), and calls processors and criteria
-    for tokens that may be rejected: pure ones only.
-    """
+def _why_no_chain(target: PreTrainedModel, route: Route, batch: int, has_cache: bool) -> str | None:
+    """None where chains are verified exactly."""
     config = target.config.get_text_config(decoder=True)
-    if len(text.finished) > 1 or not text.is_pure or keeps_a_state(target):
-        return False
-    if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
-        return False
-    known = _measured.setdefault(target, {})
-    key = ("chain", attention_of(config), target.dtype, device_of(target), target.training)
-    if key not in known:
-        known[key] = _measure_chain(target)
-    return known[key] is None
+    kind = (route.method, route.steps, batch > 1, has_cache)
+    key = (*kind, attention_of(config), target.dtype, device_of(target), target.training)
+    with _measuring:
+        known = _measured.setdefault(target, {})
+        if key not in known:
+            try:
+                error = _chain_error(target, route, min(batch, 2), has_cache)
+                by = f"(by {error:.1e} of their spread)"
+                is_exact = error <= rounding_tolerance(target) * (CLOSER if route.method == REPLAYED else 1)
+                known[key] = (
+                    None if is_exact else f"several tokens in one forward get other logits than one by one {by}"
+                )
+            except _NotANumberError:
+                return "its logits are NaN"
+            except Exception as error:
+                known[key] = f"a trial chain failed in it ({type(error).__name__}: {error})"
+        return known[key]
 
 
 @torch.no_grad()
-def _measure_chain(target: PreTrainedModel) -> str | None:
-    """Several tokens at once on a cache, cropped and gone on with, against plain forwards."""
-    ids = torch.arange(1, 9, device=device_of(target))[None] % target.config.get_text_config(decoder=True).vocab_size
-    try:
-        captured: list[torch.Tensor] = []
-        with capture_before_final_norm(target, captured):
-            cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-            target(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
-            # Known only now: a convolution state can be put back, a recurrent one cannot.
-            if not getattr(cache, "is_croppable", all(type(layer) is DynamicLayer for layer in cache.layers)):
-                return "its cache cannot be put back"
-            cache.activate_past_recording()
-            mask = torch.ones_like(ids)
-            chunk = target(input_ids=ids[:, 4:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
-            cache.crop(-2)
-            again = target(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=cache, use_cache=True).logits
-        errors = [_error(target, chunk[0, i], ids[0, : 5 + i].tolist()) for i in range(4)]
-        errors += [_error(target, again[0, i], ids[0, : 7 + i].tolist()) for i in range(2)]
-        errors += _errors_of_the_loop(target)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None if max(errors) <= rounding_tolerance(target) else f"differs by {max(errors):.1e}"
+def _chain_error(target: PreTrainedModel, route: Route, rows: int, has_cache: bool) -> float:
+    """Chains of which some, none and all is kept, against steps of one token. One row, or two, one left-padded."""
+    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
+    ids = (torch.arange(3, 3 + 40 * 7, 7, device=device) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)
+    prompt, texts = ids[:6].expand(rows, -1).clone(), torch.stack([ids[6 + row :][:30] for row in range(rows)])
+    mask = torch.ones_like(prompt)
+    if rows > 1:
+        prompt[1, :2], mask[1, :2] = 0, 0
+
+    def run(how: tuple[bool, bool], chains: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Logits [B, ., V] along `texts` by chains of (nodes, how many of them are kept)."""
+        kwargs = {"attention_mask": mask, "use_cache": True}
+        if takes_positions(target):
+            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if has_cache:  # the kind that generate makes; other targets make their own
+            kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
+        one, got, place = ChainRun(target, GenerationConfig(), kwargs, *how), [], 0
+        with one.open():
+            one.prefill(prompt, limit=prompt.shape[1] + texts.shape[1])
+            for nodes, kept in chains:
+                tokens = texts[:, place : place + nodes].clone()
+                tokens[:, kept:] = texts[:, :1]  # what is dropped is not what comes
+                got.append(one.verify(chain_of(tokens))[:, :kept])
+                one.commit([range(kept)] * rows)
+                place += kept
+        return torch.cat(got, dim=1)
+
+    chains = run((route.method == REPLAYED, route.steps), _TRIAL_CHAINS)
+    plain = run((True, False), [(1, 1)] * chains.shape[1])
+    pairs = zip(chains.flatten(0, 1), plain.flatten(0, 1), strict=True)
+    return max(_distance(chain, single) for chain, single in pairs)
 
 
-def _errors_of_the_loop(target: PreTrainedModel) -> list[float]:
-    """The loop itself, drafting what the text repeats, against plain generate, which says the same until it errs."""
-    vocabulary = target.config.get_text_config(decoder=True).vocab_size
-    ids = torch.tensor([[3, 5, 7] * 3], device=device_of(target)) % vocabulary
-    settings = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    plain, chain = (
-        target.generate(ids, generation_config=GenerationConfig(**settings, pad_token_id=0, **drafts))
-        for drafts in ({}, {"prompt_lookup_num_tokens": 3})
-    )
-    return [_distance(got[0], expected[0]) for got, expected in zip(chain.logits, plain.logits)]
+_TRIAL_CHAINS = ((5, 2), (4, 1), (3, 3), (1, 1), (4, 4), (2, 1), (5, 3), (1, 1), (4, 2))  # nodes, how many are kept

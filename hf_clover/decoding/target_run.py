@@ -46,6 +46,9 @@ _PROMPT_INPUTS = (
 
 
 class TargetRun:
+    shape = None  # any tree
+    replayed, must_settle = 0, False
+
     def __init__(
         self,
         target: PreTrainedModel,

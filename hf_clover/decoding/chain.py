@@ -1,0 +1,256 @@
+"""The target's side of a step where it cannot verify a tree: one chain of drafts, over the target's own cache.
+
+Contract: `ChainRun` is to the loop what `TargetRun` is, for chains and rows in lockstep: every forward is one that
+plain generate could have made, over several tokens in place of one, with the masks and positions that plain generate
+would give. Two ways to take back what was rejected:
+
+- The cache is cropped, where it can be.
+- A recurrent state cannot be cropped, but it can be kept: a forward runs on a copy of the cache (`copied`), and where
+  a draft was rejected the copy is dropped. Then the next forward takes the tokens accepted since (`replayed` of them)
+  and the new chain behind them, so a rejected draft costs some positions and never a forward. Where everything was
+  accepted, the copy is what the next forward stands on, and nothing is replayed. A target that keeps no cache at all
+  replays its whole text, as in plain generate.
+
+A caller's cache is not touched before `hand_back`.
+
+Shapes: B batch, T prompt columns, n nodes of the chain with the root, d hidden size, V vocabulary.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+
+from .one_by_one import one_by_one
+from .private_api import any_goes_on, as_for_decoding, inputs_after, inputs_of_step, is_the_users, read_prompt
+from .target_run import Held, capture_before_final_norm
+from .tree import Tree, root_only
+
+MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+
+
+class ChainRun:
+    shape = "chain"
+    is_compiled = can_drop_rows = False
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        replays: bool,
+        steps: bool = False,
+    ) -> None:
+        """`replays`: by a copy of the cache and not by cropping it; `steps`: recurrent layers go one by one."""
+        self.target, self.generation_config, self.replays = target, config, replays
+        self.steps = steps
+        self.model_kwargs = dict(model_kwargs)  # the prompt's
+        self.theirs = self.model_kwargs.pop("past_key_values", None)  # the user's, or a new one that plain would use
+        self.known_columns = _columns(self.theirs)  # of an earlier turn
+        self.root_position: torch.Tensor  # [B, 1] of the chain that was committed last
+        self.hidden: torch.Tensor | None = None  # [B, n, d] of the last chain, before the final norm
+        self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
+        self.cache = SimpleNamespace(lengths=[])  # what the target's own holds of the text, and what it is to hold
+        self._behind = 0  # settled tokens that the target's cache does not hold
+        self._ids: torch.Tensor  # [B, L] the settled text
+        self._inputs: dict[str, Any]  # what plain generate would pass on for it
+        self._left = 0  # tokens that may still be emitted
+        self._staged: tuple[torch.Tensor, Any, int] | None = None  # a chain that is not committed: tokens, outputs, n
+        self._captured: list[torch.Tensor] = []
+        self._open, self._is_stepping = ExitStack(), False
+
+    @contextmanager
+    def open(self) -> Iterator["ChainRun"]:
+        with self._open:
+            self._open.enter_context(capture_before_final_norm(self.target, self._captured))
+            self._open.enter_context(as_for_decoding(self.target))
+            yield self
+
+    def hold(self, context: AbstractContextManager[Held]) -> Held:
+        """Enters `context` for as long as this run is open."""
+        return self._open.enter_context(context)
+
+    @property
+    def has_the_users_cache(self) -> bool:
+        return is_the_users(self.theirs)
+
+    @property
+    def keeps_cache(self) -> bool:
+        return self.generation_config.return_dict_in_generate or self.has_the_users_cache
+
+    @property
+    def replayed(self) -> int:
+        """Tokens that the next forward takes beside those that a plain one would take."""
+        return self._behind if self._has_cache else 0
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the next step should have no drafts, so that nothing need be replayed after it."""
+        return self.replayed >= MOST_REPLAYED
+
+    # ------------------------------------------------------------------ forwards
+
+    def prefill(self, input_ids: torch.Tensor, limit: int) -> torch.Tensor:
+        """The prompt, as plain generate does it -> logits [B, 1, V] of its last token. `limit`: the text's length."""
+        cache, given = self.theirs, dict(self.model_kwargs)
+        if isinstance(cache, DynamicCache):
+            given["past_key_values"] = copied(cache)
+        elif cache is not None:  # one of fixed size, which generate made for this call
+            given["past_key_values"] = DynamicCache(config=self.target.config.get_text_config(decoder=True))
+        self._captured.clear()
+        outputs = read_prompt(self.target, input_ids, self.generation_config, given)
+        self.hidden = self._take_hidden()
+        batch, length = self.hidden.shape[:2]
+        mask = given.get("attention_mask")
+        if mask is not None and not bool(mask.all()):
+            self.prompt_mask = mask.bool()
+        self._prompt_length = length if mask is None else mask.shape[1]
+        positions = given.get("position_ids")
+        if positions is None:  # the drafter counts as such a target does, by columns
+            positions = torch.arange(self._prompt_length, device=input_ids.device).expand(batch, -1)  # [B, T]
+        self.model_kwargs["position_ids"] = positions
+        last = positions.reshape(-1, *positions.shape[-2:])[0][:, -1:]  # [B, 1]
+        self.root_position, self._last_kept = last, 1
+        self.cache.lengths = [self._prompt_length] * batch
+        self._ids, self._left = input_ids, limit - input_ids.shape[1] - 1
+        self._inputs = inputs_after(self.target, outputs, given)
+        self._name = next((name for name in CACHE_NAMES if name in outputs), None)
+        self._has_cache = self._name is not None and self._inputs.get(self._name) is not None
+        if not self._has_cache:
+            self.replays, self._behind = True, input_ids.shape[1]
+        elif not self.replays:
+            self._inputs[self._name].activate_past_recording()
+        return outputs.logits[:, -1:]
+
+    def verify(self, tree: Tree) -> torch.Tensor:
+        """Logits [B, n, V] of the chain's nodes, each the child of the one before."""
+        self._take_back()
+        if self.steps and not self._is_stepping:
+            self._open.enter_context(one_by_one(self.target))
+            self._is_stepping = True
+        size = tree.size
+        width = min(size, max(self._left, 1))  # no position beyond the answer's; what is not run is not walked either
+        tokens = tree.tokens[:, :width].to(self._ids.device)
+        inputs = dict(self._inputs)
+        if self.replays and self._has_cache:
+            inputs[self._name] = copied(inputs[self._name])
+        inputs = _as_of(self.target, inputs, width - 1)
+        ids = torch.cat((self._ids, tokens), dim=1)
+        fed = self._behind + width if self._has_cache else None
+        self._captured.clear()
+        outputs = self.target(**inputs_of_step(self.target, ids, inputs, fed, width), return_dict=True)
+        self._staged = tokens, outputs, width
+        self.hidden = _padded(self._take_hidden()[:, -width:], size)
+        return _padded(outputs.logits[:, -width:], size)
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        """Keep the first nodes of the chain, as many of each row."""
+        kept = len(paths[0])
+        tokens, outputs, width = self._staged
+        if not self.replays:
+            self._inputs[self._name].crop(kept - width)
+        elif kept == width and self._has_cache:
+            self._inputs[self._name], self._behind = outputs[self._name], 0
+        else:
+            self._behind += kept
+        self._staged = None
+        self.root_position, self._last_kept = self.root_position + self._last_kept, kept
+        self._inputs = _as_of(self.target, self._inputs, kept)
+        self._ids = torch.cat((self._ids, tokens[:, :kept]), dim=1)
+        self._left -= kept
+        self.cache.lengths = [length + kept for length in self.cache.lengths]
+
+    def _take_back(self) -> None:
+        """A chain that nothing was kept of."""
+        if self._staged is not None and not self.replays:
+            self._inputs[self._name].crop(-self._staged[2])
+        self._staged = None
+
+    def _take_hidden(self) -> torch.Tensor:
+        return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
+
+    # ------------------------------------------------------------------ the cache that plain generate can continue
+
+    def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
+        """Rows are of one length; what the cache does not hold yet, it gets. Returns its columns."""
+        self._take_back()
+        while any_goes_on(self.target, self.replayed == 0, synced_gpus, sequences.device):
+            if self.replayed == 0:  # another process has something to replay: keep it company
+                self.verify(root_only(sequences[:, -1]))
+                continue
+            inputs = inputs_of_step(self.target, self._ids, _cut(self._inputs, 1), self.replayed, 1)
+            self._inputs[self._name] = self.target(**inputs, return_dict=True)[self._name]
+            self._behind = 0
+        return max(self.cache.lengths)
+
+    def hand_back(self, columns: int) -> Any:
+        """The settled text's cache, in the user's own object where there is one."""
+        self._take_back()
+        if not self._has_cache:
+            return None
+        cache, theirs = self._inputs[self._name], self.theirs
+        for layer in () if self.replays else cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
+        if isinstance(theirs, DynamicCache):
+            theirs.__dict__.update(cache.__dict__)
+            return theirs
+        return cache
+
+
+def _columns(cache: Any) -> int:
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError):  # there is none, or it keeps states only, which have no length
+        return 0
+
+
+def _as_of(target: PreTrainedModel, inputs: dict[str, Any], new: int) -> dict[str, Any]:
+    """`inputs` as plain generate has them `new` tokens later."""
+    inputs = dict(inputs)
+    for count in [1] * new if inputs.get("token_type_ids") is not None else [new] if new else []:
+        inputs = inputs_after(target, {}, inputs, count)
+    return inputs
+
+
+def _cut(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
+    """`inputs` as they were a few tokens before."""
+    names = [name for name in ("attention_mask", "position_ids", "token_type_ids") if inputs.get(name) is not None]
+    return {**inputs, **{name: inputs[name][..., :-columns] for name in names}}
+
+
+def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[B, width, .] -> [B, size, .]"""
+    missing = size - values.shape[1]
+    return F.pad(values, (0, 0, 0, missing)) if missing else values
+
+
+def copied(value: Any) -> Any:
+    """A cache that may be written while `value` stays as it is. Keys and values are shared: growing layers make new
+    ones of them. States are written in place."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(part) for part in value)
+    if isinstance(value, Cache):
+        new = copy.copy(value)
+        new.__dict__ |= {name: copied(part) for name, part in vars(value).items() if name != "layers"}
+        new.layers = [_copied_layer(layer) for layer in value.layers]
+        return new
+    return copy.deepcopy(value) if type(value).__module__.startswith("transformers.") else value
+
+
+def _copied_layer(layer: Any) -> Any:
+    new = copy.copy(layer)
+    for name, part in vars(layer).items():
+        if name not in ("keys", "values"):
+            setattr(new, name, copied(part))
+    return new
