@@ -69,6 +69,8 @@ STARTS = {
     "what heads are built of first": "import hf_clover.network.blocks",
     "the hook first": "from hf_clover import install_hook",
     "the loop first": "import hf_clover.decoding.loop",
+    "private names first": "import hf_clover.decoding.private_api",
+    "attention first": "import hf_clover.decoding.attention",
 }
 CHECK = """
 import sys

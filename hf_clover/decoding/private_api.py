@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation.utils import GenerationMixin
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -35,9 +34,16 @@ PRIVATE_ATTRIBUTES = ("_is_stateful", "_supports_sdpa")  # of a target, and so l
 originals: dict[str, Callable[..., Any]] = {}  # what the hook has put its own functions in the place of
 
 
+def generation_mixin() -> type:
+    """Imported when it is asked for: importing it loads the hook, which needs this module whole."""
+    from transformers.generation.utils import GenerationMixin
+
+    return GenerationMixin
+
+
 def original(name: str) -> Callable[..., Any]:
     """transformers' own function, whether or not the hook is installed."""
-    return originals.get(name) or getattr(GenerationMixin, name)
+    return originals.get(name) or getattr(generation_mixin(), name)
 
 
 def why_unavailable(target: "PreTrainedModel | None" = None) -> str | None:
@@ -48,7 +54,7 @@ def why_unavailable(target: "PreTrainedModel | None" = None) -> str | None:
     if target is not None and not hasattr(target.config, "_attn_implementation_internal"):
         return "no `_attn_implementation_internal`"
     for name, wanted in PRIVATE_NAMES.items():
-        if not hasattr(GenerationMixin, name):
+        if not hasattr(generation_mixin(), name):
             return f"no `{name}`"
         lost = set(wanted) - _parameters(original(name))
         if "*" not in _parameters(original(name)) and lost:
