@@ -26,6 +26,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover.hub.code import remove_code
 from hf_clover.hub.push import write_card, write_results
 from hf_clover.measure.benchmark import measure, plain, with_heads
 from hf_clover.measure.prompts import HELD_OUT, STAND_IN, held_out_sources, load_prompts, standard_library
@@ -351,11 +352,7 @@ def train_heads(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer, c
 def save_heads(folder: Path, heads: CloverHeads, results: dict, target: LlamaForCausalLM, tokenizer) -> None:
     """In bfloat16, with a card of what was measured of the saved weights."""
     heads.to(torch.bfloat16).save_pretrained(folder)
-    for copied in folder.glob("*.py"):  # remote code is for the Hub; here the sources themselves are at hand
-        copied.unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("auto_map", None)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    remove_code(folder)
     heads = CloverHeads.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
     prompts = load_prompts(STAND_IN, tokenizer, limit=16)
     _, row = measure(target.float(), tokenizer, [plain(), with_heads(heads)], prompts, repeats=1)

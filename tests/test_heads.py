@@ -434,7 +434,7 @@ def test_a_checkpoint_holds_head_weights_only(tmp_path):
     assert tensors.keys() == dict(heads.named_parameters()).keys()
     assert not any(t.shape == p.shape for t in tensors.values() for p in borrowed)
     files = {file.name for file in tmp_path.iterdir() if file.suffix not in (".py", ".md")}
-    assert files == {"config.json", "generation_config.json", "model.safetensors"}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", "custom_generate"}
     for file in tmp_path.glob("*.py"):  # the code that travels with the weights
         assert file.read_text() == (PACKAGE / "network" / file.name).read_text()
     auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads
+from hf_clover.hub.code import remove_code
 from hf_clover.measure.benchmark import write
 from hf_clover.measure.provenance import provenance
 from hf_clover.network.blocks import CloverRMSNorm, places_along
@@ -324,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps(row))
     if args.save is not None:
         learner.heads.to(torch.bfloat16).save_pretrained(args.save)
-        for copied in args.save.glob("*.py"):  # remote code is for the Hub; here the sources themselves are at hand
-            copied.unlink()
+        remove_code(args.save)
 
 
 if __name__ == "__main__":

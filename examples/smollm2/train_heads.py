@@ -14,6 +14,7 @@ import torch
 from datasets import load_dataset
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover.hub.code import remove_code
 from hf_clover.hub.push import write_card, write_results
 
 HERE = Path(__file__).resolve().parent
@@ -55,11 +56,7 @@ def finish(args: argparse.Namespace, trainer: CloverTrainer) -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     trainer.heads.config.target_name_or_path = NAME
     trainer.heads.to(torch.bfloat16).save_pretrained(args.output)
-    for copied in args.output.glob("*.py"):  # remote code is for the Hub; here the sources themselves are at hand
-        copied.unlink()
-    config = json.loads((args.output / "config.json").read_text())
-    config.pop("auto_map", None)
-    (args.output / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    remove_code(args.output)
     write_results(args.output, **results)
 
 

@@ -31,6 +31,7 @@ from safetensors import safe_open
 from .. import __version__
 from ..measure.provenance import TOKEN, without_folders, without_tokens
 from .cards import MARKER, check_results, listed, public_name, render
+from .code import write_generation_code
 
 RESULTS = "clover_results.json"
 _CARD = "README.md"
@@ -194,9 +195,7 @@ def _complete(
     """Write what is missing, and say what is pushed: each file's path, or what goes in its place."""
     write_card(folder, repo_id=repo_id, subfolder=subfolder, **metadata)
     if kind == "heads":
-        (folder / "custom_generate").mkdir(exist_ok=True)
-        shutil.copyfile(Path(__file__).with_name("custom_generate.py"), folder / "custom_generate" / "generate.py")
-        (folder / "custom_generate" / "requirements.txt").write_text(f"hf-clover>={__version__}\n")
+        write_generation_code(folder)  # also into a folder that an older version saved
     found = sorted({path for pattern in _PUSHED[kind] for path in folder.glob(pattern) if path.is_file()})
     if kind != "dataset" and not any(_is_weights(path.name) for path in found):
         raise ValueError(

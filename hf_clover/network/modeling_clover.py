@@ -15,6 +15,7 @@ Shapes: B batch, T positions, d hidden size, V vocabulary, K heads, `...` any le
 
 import contextlib
 import importlib
+import importlib.util
 import os
 from dataclasses import dataclass
 from types import ModuleType
@@ -337,9 +338,12 @@ class CloverHeads(PreTrainedModel):
         )
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """transformers' own, and all that a push would bring but the card: the folder can be uploaded as it is."""
         os.makedirs(save_directory, exist_ok=True)
         self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
+        if importlib.util.find_spec("hf_clover") is not None:  # which remote code does not need
+            _package("hub.code").write_generation_code(save_directory)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

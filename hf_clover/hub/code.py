@@ -1,0 +1,36 @@
+"""The code in a folder of heads: what transformers loads from it where hf_clover is, and where it is not.
+
+Contract: `save_pretrained` writes the network's modules, since the heads' class is registered for that, and this adds
+what `model.generate(..., custom_generate="org/heads")` loads. So a folder that is uploaded as it is works like one
+that was pushed.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+from .. import __version__
+
+FOLDER = "custom_generate"  # where transformers looks
+
+
+def write_generation_code(folder: str | os.PathLike) -> None:
+    code = Path(folder) / FOLDER
+    code.mkdir(exist_ok=True)
+    shutil.copyfile(Path(__file__).with_name("custom_generate.py"), code / "generate.py")
+    (code / "requirements.txt").write_text(f"hf-clover>={__version__}\n")
+
+
+def remove_code(folder: str | os.PathLike) -> None:
+    """For heads that lie beside the sources themselves: neither modules, nor the config's word of them."""
+    shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
+    for module in Path(folder).glob("*.py"):
+        module.unlink()
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("auto_map", None)
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+__all__ = ["remove_code", "write_generation_code"]
