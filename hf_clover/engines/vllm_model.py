@@ -199,7 +199,9 @@ class CloverDraft(nn.Module):
         return logits.index_copy_(1, heads.draft_ids, scores)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        own, loaded = self.model.heads.state_dict(), set()
+        # What `Attention` brings with it is of no checkpoint.
+        own = {name: t for name, t in self.model.heads.state_dict().items() if ".self_attn.attn." not in name}
+        loaded = set()
         for name, tensor in weights:
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(f"The heads' config.json asks for no `{name}` of the shape {tuple(tensor.shape)}.")
