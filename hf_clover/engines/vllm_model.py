@@ -147,9 +147,7 @@ class Drafter(nn.Module):
         values = self.slot_values[self.slots.gather(1, places.clamp(min=0))]  # [B, T, kv_heads head_dim]
         return self.heads.recalled(torch.where(places[..., None] < 0, 0, values))
 
-    def _check_slots(
-        self, metadata: Any, starts: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> None:
+    def _check_slots(self, metadata: Any, starts: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Whether the table of blocks is read here as vLLM writes it; once."""
         size = self.cache_config.block_size
         request = torch.searchsorted(starts, torch.arange(len(slots), device=slots.device), right=True) - 1

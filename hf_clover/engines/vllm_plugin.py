@@ -1,10 +1,11 @@
 """What vLLM calls in each of its processes (entry point `vllm.general_plugins`), more than once.
 
-Contract: `register()` makes a folder of heads something that `speculative_config` takes as a model, and changes
-nothing in vLLM. The network is in `vllm_model`, which vLLM imports when it needs it; the checks here are of
-configurations, and need no vLLM.
+Contract: `register()` makes a folder of heads something that `speculative_config` takes as a model. Nothing in vLLM
+is changed but one check of requests, where it samples wrongly. The network is in `vllm_model`, which vLLM imports when
+it needs it; the checks here are of configurations, and need no vLLM.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,35 @@ def register() -> None:
 
     _CONFIG_REGISTRY[CloverConfig.model_type] = DraftConfig
     ModelRegistry.register_model("CloverHeads", "hf_clover.engines.vllm_model:CloverDraft")
+    _refuse_sampling_where_it_is_wrong()
+
+
+def _refuse_sampling_where_it_is_wrong() -> None:
+    """On a CPU, vLLM 0.32.0 spreads the requests' temperatures over drafted tokens into a copy that it drops, and
+    divides logits by what lies in memory, with any drafts (docs/vllm.md). Its own check of requests is asked first."""
+    from vllm import SamplingParams
+    from vllm.platforms import current_platform
+
+    checked = SamplingParams._validate_spec_decode
+    if not current_platform.is_cpu() or hasattr(checked, "__wrapped__"):
+        return
+    from vllm.utils import cpu_triton_utils
+
+    if "copy_(" in inspect.getsource(cpu_triton_utils._expand_kernel_impl):
+        return
+
+    @functools.wraps(checked)
+    def check(self: SamplingParams, speculative_config: Any) -> None:
+        checked(self, speculative_config)
+        draft = getattr(speculative_config, "draft_model_config", None)
+        if self.temperature > 0 and isinstance(getattr(draft, "hf_config", None), DraftConfig):
+            raise ValueError(
+                f"temperature={self.temperature}: on a CPU this vLLM samples wrongly wherever tokens are drafted "
+                "(its kernel that spreads temperatures returns nothing). Ask for temperature=0, or leave "
+                "`speculative_config` out."
+            )
+
+    SamplingParams._validate_spec_decode = check
 
 
 def check_hooks(propose: Callable) -> None:
