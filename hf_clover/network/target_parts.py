@@ -110,7 +110,7 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
     rows = readable_rows(lm_head, config)
     actual = None if rows is None else fingerprint(rows)
     if actual and config.target_fingerprint is not None:
-        _check_fingerprint(config, actual)
+        check_fingerprint(config, actual)
     else:
         _check_name(config, target)
     table = token_table(config, target, lm_head)
@@ -235,7 +235,7 @@ def _check_width(lm_head: nn.Module, hidden_size: int, name: str, vocab_size: in
         )
 
 
-def _check_fingerprint(config: CloverConfig, actual: str) -> None:
+def check_fingerprint(config: CloverConfig, actual: str) -> None:
     expected = config.target_fingerprint
     if actual == expected:
         return

@@ -1,0 +1,1 @@
+"""Heads inside engines other than transformers' `generate`."""

@@ -1,0 +1,230 @@
+"""Clover-x heads as a draft model of vLLM.
+
+Contract: the network is `CloverHeads` with vLLM's paged attention in its block. The first pass of a draft takes the
+target's states at all new positions: the block writes their keys and values, and what recall needs goes into buffers
+beside them, by the same slots, so that paging, shared prefixes and preemption are vLLM's own. Later passes run the
+cell alone. Positions that the target rejects are overwritten by the next step, before anything looks at them.
+
+Shapes: N rows of a batch, B requests, T of the last rows of a request (those a draft may start from), C columns of the
+longest text, S slots, d hidden size.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+from ..network.blocks import CloverAttention, Kept, followed, keep, last_place, rotated
+from ..network.modeling_clover import CloverHeads
+from ..network.target_parts import BorrowedParts, check_fingerprint, fingerprint, is_plain
+from .vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
+
+
+class PagedAttention(CloverAttention):
+    """The block's attention, with vLLM's own over its pages."""
+
+    def __init__(self, config: DraftConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__(config, layer_idx)
+        self.attn = Attention(
+            config.num_attention_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            num_kv_heads=config.num_key_value_heads,
+            cache_config=vllm_config.cache_config,
+            prefix=f"{prefix}.attn",
+        )
+
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: Any, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [1, N, d] -> [1, N, d], and the values [1, kv_heads, N, head_dim]; mask and cache are vLLM's."""
+        per_head = (-1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [1, heads, N, head_dim]
+        k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [1, kv_heads, N, head_dim]
+        v = self.v_proj(x)  # [1, N, kv_heads head_dim]
+        if self.use_rope:
+            q, k = rotated(q, *rope), rotated(k, *rope)
+        q, k = (part[0].transpose(0, 1).flatten(1) for part in (q, k))  # [N, heads head_dim]
+        out = self.attn(q.contiguous(), k.contiguous(), v[0])
+        return self.o_proj(out)[None], v.unflatten(-1, per_head).transpose(1, 2)
+
+
+class Drafter(nn.Module):
+    """What vLLM's proposer calls `model.model`; it lends it `embed_tokens`, the target's."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        self.heads = CloverHeads(config).requires_grad_(False)
+        for i, layer in enumerate(self.heads.layers):
+            layer.self_attn = PagedAttention(config, i, vllm_config, f"{prefix}.layers.{i}.self_attn")
+        self.cache_config = vllm_config.cache_config
+        self.layer_name = self.heads.layers[-1].self_attn.attn.layer_name
+        self.most_starts = vllm_config.speculative_config.num_speculative_tokens + 1  # T
+        self.is_later_pass = False
+        self.slot_tokens: torch.Tensor | None = None  # [S] the token after each position
+        self.slot_values: torch.Tensor | None = None  # [S, kv_heads head_dim] of the last attention
+        # Of the drafts that are being made:
+        self.kept: Kept | None = None
+        self.runs: torch.Tensor | None = None  # [B, T, C], and [B, 1, C] from the second pass on
+        self.slots: torch.Tensor | None = None  # [B, C]
+        self.ends: torch.Tensor | None = None  # [B] the row after each request's last
+
+    def set_skip_topk(self, skip: bool) -> None:
+        """The proposer says False before the first pass of a draft, and True before the others."""
+        self.is_later_pass = skip
+
+    def compact_topk_indices(self, rows: torch.Tensor) -> None:
+        """The proposer says from which rows [B] the drafts go on."""
+        if self.runs is not None:
+            which = (self.most_starts - (self.ends - rows.to(self.ends)))[:, None, None]  # [B, 1, 1]
+            which = which.expand(-1, 1, self.runs.shape[2])
+            self.runs = self.runs.gather(1, which)
+            self.kept = Kept(self.kept.behind, self.kept.seen.gather(1, which))
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The tokens [N] after the positions [N] of the states [N, d] -> the states after the cell [N, d]."""
+        ids, told = input_ids.long(), ()
+        if self.is_later_pass:
+            if self.runs is not None:
+                told = (self._told_later(ids),)
+            return self.heads.step(1, hidden_states, ids, *told)[1]
+        metadata = get_forward_context().attn_metadata  # None where vLLM only measures memory
+        if isinstance(metadata, dict):
+            metadata = metadata[self.layer_name]
+        no_mask = hidden_states.new_empty(1, 1, 0, 0)  # the paged attention has its own
+        state, looked_at = self.heads._encode(hidden_states[None], ids[None], no_mask, positions[None], None)
+        self.runs = None
+        if looked_at is not None and metadata is not None:
+            told = (self._told_first(ids, positions, looked_at[1], metadata),)
+        return self.heads.step(0, state[0], ids, *told)[1]
+
+    # ------------------------------------------------------------------ recall
+
+    def _told_first(
+        self, ids: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        """What the cell is told [N, 2 w]: zeros at rows where no draft can start."""
+        count, size = metadata.num_actual_tokens, self.cache_config.block_size
+        slots, starts = metadata.slot_mapping[:count].long(), metadata.query_start_loc.long()
+        if self.slot_tokens is None:
+            self._check_slots(metadata, starts, positions[:count], slots)
+            every = self.cache_config.num_gpu_blocks * size
+            self.slot_tokens = torch.zeros(every, dtype=torch.int32, device=ids.device)
+            self.slot_values = values.new_zeros(every, values.shape[1] * values.shape[3])
+        self.slot_tokens[slots] = ids[:count].to(torch.int32)
+        self.slot_values[slots] = values[0, :, :count].transpose(0, 1).flatten(1)
+        columns = torch.arange(metadata.max_seq_len, device=ids.device)  # [C]
+        self.slots = metadata.block_table[: len(starts) - 1, columns // size].long() * size + columns % size  # [B, C]
+        self.ends = starts[1:]
+        rows = self.ends[:, None] + torch.arange(-self.most_starts, 0, device=ids.device)  # [B, T]
+        is_own = rows >= starts[:-1, None]
+        rows = torch.where(is_own, rows, starts[:-1, None])
+        last = positions[rows]  # [B, T]
+        self.kept, runs = keep(self.slot_tokens[self.slots], torch.zeros_like(last), last)
+        self.runs = followed(self.kept, runs, ids[rows])  # [B, T, C]
+        told = self._told()  # [B, T, 2 w]
+        everywhere = told.new_zeros(len(ids), told.shape[-1])
+        everywhere[rows[is_own]] = told[is_own]
+        return everywhere
+
+    def _told_later(self, ids: torch.Tensor) -> torch.Tensor:
+        """[N, 2 w] of which rows beyond the requests are filling."""
+        count = len(self.runs)
+        self.runs = followed(self.kept, self.runs, ids[:count, None])
+        return F.pad(self._told()[:, 0], (0, 0, 0, len(ids) - count))
+
+    def _told(self) -> torch.Tensor:
+        """[B, T, 2 w] of the places that the runs lead to; of zeros where they lead nowhere."""
+        places = last_place(self.runs)  # [B, T]
+        values = self.slot_values[self.slots.gather(1, places.clamp(min=0))]  # [B, T, kv_heads head_dim]
+        return self.heads.recalled(torch.where(places[..., None] < 0, 0, values))
+
+    def _check_slots(self, metadata: Any, starts: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Whether the table of blocks is read here as vLLM writes it; once."""
+        size = self.cache_config.block_size
+        request = torch.searchsorted(starts, torch.arange(len(slots), device=slots.device), right=True) - 1
+        if not torch.equal(metadata.block_table[request, positions // size].long() * size + positions % size, slots):
+            raise NotImplementedError(
+                f"vLLM's {type(metadata).__name__} keeps blocks of another size than block_size={size}, so recall "
+                "would read elsewhere. Choose another `attention_backend` in `speculative_config`."
+            )
+
+
+class CloverDraft(nn.Module):
+    """What vLLM loads for the architecture `CloverHeads`."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        check_hooks(SpecDecodeBaseProposer.propose)
+        check_heads(self.config)
+        check_run(self.config, vllm_config)
+        self.model = Drafter(vllm_config, f"{prefix}.clover" if prefix else "clover")
+        self.logits_processor = LogitsProcessor(self.config.vocab_size)
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        if self.model.heads._borrowed is None:
+            self._bind()
+        return self.model(input_ids, positions, hidden_states)
+
+    def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        """[B, V], minus infinity outside of a draft vocabulary. The target's logit scale would change no argmax."""
+        heads = self.model.heads
+        out = heads.head_norm(hidden_states)
+        if self.config.draft_vocab_size is None:
+            return self.logits_processor(self.lm_head, out)
+        scores = F.linear(out, *heads.borrowed.draft_rows)  # [B, draft V]
+        logits = scores.new_full((len(out), self.config.vocab_size), float("-inf"))
+        return logits.index_copy_(1, heads.draft_ids, scores)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        # What `Attention` brings with it is of no checkpoint.
+        own = {name: t for name, t in self.model.heads.state_dict().items() if ".self_attn.attn." not in name}
+        loaded = set()
+        for name, tensor in weights:
+            if name not in own or own[name].shape != tensor.shape:
+                raise ValueError(f"The heads' config.json asks for no `{name}` of the shape {tuple(tensor.shape)}.")
+            own[name].copy_(tensor)
+            loaded.add(name)
+        if missing := sorted(own.keys() - loaded):
+            raise ValueError(f"The heads' checkpoint lacks {len(missing)} of its tensors, such as {missing[:3]}.")
+        return {f"model.heads.{name}" for name in loaded}
+
+    def _bind(self) -> None:
+        """At the first forward, which vLLM does while it starts: borrow what the proposer has shared, once checked."""
+        heads, size = self.model.heads, self.config.vocab_size
+        embedding, rows = self.model.embed_tokens.weight, self.lm_head.weight
+        for name, weight in (("input embedding", embedding), ("lm_head", rows)):
+            if not is_plain(weight) or weight.ndim != 2 or weight.shape[1] != self.config.hidden_size:
+                raise ValueError(
+                    f"The target's {name} is {weight.dtype} {tuple(weight.shape)} in vLLM, and these heads, made for "
+                    f"{self.config.target_name_or_path or 'an unnamed target'}, need floating point rows of "
+                    f"{self.config.hidden_size}. A quantised one does not do yet."
+                )
+        if self.config.target_fingerprint is not None:
+            check_fingerprint(self.config, fingerprint(rows[:size]))
+        table = rows if self.config.token_embedding == "lm_head" else embedding
+        borrowed = BorrowedParts(self.lm_head, table, nn.Identity(), 1.0, None)  # the states are behind the norm
+        if self.config.draft_vocab_size is not None:
+            bias = getattr(self.lm_head, "bias", None)
+            borrowed.draft_rows = rows[heads.draft_ids], None if bias is None else bias[heads.draft_ids]
+        object.__setattr__(heads, "_borrowed", borrowed)

@@ -1,0 +1,106 @@
+"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`), more than once.
+
+Contract: `register()` makes a folder of heads something that `speculative_config` takes as a model. Nothing in vLLM
+is changed but one check of requests, where it samples wrongly. The network is in `vllm_model`, which vLLM imports when
+it needs it; the checks here are of configurations, and need no vLLM.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..network.configuration_clover import CloverConfig
+
+HOOKS = ("set_skip_topk(False)", "set_skip_topk(True)", "compact_topk_indices(token_indices_to_sample)")
+WANTED = {"output_projector": "none", "decoder": "gated", "normalize_hidden_states": True, "regressive": True}
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # the others change as a text grows
+
+
+class DraftConfig(CloverConfig):
+    """A configuration as vLLM reads it: of a model that drafts from the target's own states, one token a pass."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.model_type = "mtp"  # by which vLLM chooses the method that hands over the target's states
+        self.num_nextn_predict_layers = self.n_predict = 1
+        self.index_share_for_mtp_iteration = True  # the proposer says then which pass of a draft it is
+
+
+def register() -> None:
+    from vllm import ModelRegistry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    _CONFIG_REGISTRY[CloverConfig.model_type] = DraftConfig
+    ModelRegistry.register_model("CloverHeads", "hf_clover.engines.vllm_model:CloverDraft")
+    _refuse_sampling_where_it_is_wrong()
+
+
+def _refuse_sampling_where_it_is_wrong() -> None:
+    """On a CPU, vLLM 0.32.0 spreads the requests' temperatures over drafted tokens into a copy that it drops, and
+    divides logits by what lies in memory, with any drafts (docs/vllm.md). Its own check of requests is asked first."""
+    from vllm import SamplingParams
+    from vllm.platforms import current_platform
+
+    checked = SamplingParams._validate_spec_decode
+    if not current_platform.is_cpu() or hasattr(checked, "__wrapped__"):
+        return
+    from vllm.utils import cpu_triton_utils
+
+    if "copy_(" in inspect.getsource(cpu_triton_utils._expand_kernel_impl):
+        return
+
+    @functools.wraps(checked)
+    def check(self: SamplingParams, speculative_config: Any) -> None:
+        checked(self, speculative_config)
+        draft = getattr(speculative_config, "draft_model_config", None)
+        if self.temperature > 0 and isinstance(getattr(draft, "hf_config", None), DraftConfig):
+            raise ValueError(
+                f"temperature={self.temperature}: on a CPU this vLLM samples wrongly wherever tokens are drafted "
+                "(its kernel that spreads temperatures returns nothing). Ask for temperature=0, or leave "
+                "`speculative_config` out."
+            )
+
+    SamplingParams._validate_spec_decode = check
+
+
+def check_hooks(propose: Callable) -> None:
+    """vLLM's proposer has to say which pass of a draft it is."""
+    source = inspect.getsource(propose)
+    for hook in HOOKS:
+        if hook not in source:
+            raise ImportError(
+                f"This vLLM lacks what Clover heads need of its proposer: `{propose.__qualname__}` does not call "
+                f"`{hook}`. vLLM 0.32.0 does."
+            )
+
+
+def check_heads(config: CloverConfig) -> None:
+    for field, value in WANTED.items():
+        if getattr(config, field) != value:
+            raise ValueError(
+                f"vLLM drafts with clover-x heads, and these are {config.variant} with {field}="
+                f"{getattr(config, field)!r}, not {value!r}. Use them with transformers' `generate`, or train "
+                "clover-x heads for this target."
+            )
+    if config.decoder_position == "before" or config.augmenting_block not in ("full", "attention"):
+        raise ValueError(
+            "vLLM drafts with heads that have attention in their block and a cell at every token, not with "
+            f"decoder_position={config.decoder_position!r} and augmenting_block={config.augmenting_block!r}."
+        )
+    if (kind := config.rope_parameters["rope_type"]) not in FIXED_ROPE:
+        raise ValueError(f"These heads' rope_type={kind!r} changes as a text grows; in vLLM it is {FIXED_ROPE}.")
+
+
+def check_run(config: CloverConfig, vllm_config: Any) -> None:
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if (asked := speculative.num_speculative_tokens) > config.draft_depth:
+        raise ValueError(f"num_speculative_tokens={asked} is more than these heads draft: {config.draft_depth}.")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise ValueError(f"{name}={size}: Clover heads in vLLM have not been divided among processes. Leave it 1.")
+    if speculative.disable_eagle_block_drop and vllm_config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "disable_eagle_block_drop=True: the last slot of a shared block depends on the token behind it. Leave it "
+            "False, or pass enable_prefix_caching=False."
+        )
