@@ -101,8 +101,6 @@ class ChainRun:
         cache, given = self.theirs, dict(self.model_kwargs)
         if isinstance(cache, DynamicCache):
             given["past_key_values"] = copied(cache)
-        elif cache is not None:  # one of fixed size, which generate made for this call
-            given["past_key_values"] = DynamicCache(config=self.target.config.get_text_config(decoder=True))
         self._captured.clear()
         outputs = read_prompt(self.target, input_ids, self.generation_config, given)
         self.hidden = self._take_hidden()

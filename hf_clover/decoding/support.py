@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..network.target_parts import device_of
 from .attention import TREE_ATTENTION, never_packed, shared_heads
 from .chain import ChainRun
-from .private_api import attention_of, has_sdpa, is_the_users, keeps_a_state
+from .private_api import attention_of, has_sdpa, keeps_a_state
 from .state import Text
 from .target_run import TargetRun, takes_positions
 from .tree import Tree, chain_of
@@ -68,8 +68,8 @@ def choose_route(
     reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route(TREE)
-    if is_the_users(cache) and kind is StaticCache:
-        return Route(PLAIN, f"{reason}, and a chain of drafts cannot be kept in a cache of fixed size")
+    if kind is StaticCache:  # in which some of these targets, GPT-Neo for one, make another text than in a growing one
+        return Route(PLAIN, f"{reason}, and chains are drafted in a growing cache alone, which is `generate`'s default")
     for route in (
         Route(CHAIN, reason),
         Route(REPLAYED, reason),

@@ -15,7 +15,6 @@ Shapes: B batch, T positions, d hidden size, V vocabulary, K heads, `...` any le
 
 import contextlib
 import importlib
-import importlib.util
 import os
 from dataclasses import dataclass
 from types import ModuleType
@@ -342,7 +341,7 @@ class CloverHeads(PreTrainedModel):
         os.makedirs(save_directory, exist_ok=True)
         self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
-        if importlib.util.find_spec("hf_clover") is not None:  # which remote code does not need
+        with contextlib.suppress(ImportError):  # remote code may run without the package
             _package("hub.code").write_generation_code(save_directory)
 
     @classmethod
