@@ -451,6 +451,46 @@ def test_times_that_wander_cost_little_from_the_first_answer_on(shape, top, wort
     assert statistics.harmonic_mean(later) > least
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_text_that_is_hard_and_easy_by_turns(shape):
+    """At most a sixth of the best fixed tree, where stretches of 6 to 20 steps are a quarter and 85 % right by turns
+    and the first forward over each size takes 2.5 times its time, as where kernels are made for new shapes."""
+    rates = []
+    for seed in range(16):
+        hard, easy = (BusyMachine(shape, top, 1.0, seed) for top in (0.25, 0.85))
+        rng, budget, sizes, left, now = random.Random(seed), hard.budget, [], 0, hard
+        for _ in range(260):
+            if left == 0:
+                now, left = (easy if now is hard else hard), rng.choice([6, 12, 20])
+            left -= 1
+            drafted = budget.ask(1, 100)
+            tree = budget.cut(now.tree(drafted), [0], [100])
+            nodes = tree.size - 1
+            first = 1.0 if (nodes in [n for n, _ in sizes]) else 2.5
+            sizes.append((nodes, now))
+            path = now.path(nodes, None) if nodes else [0]
+            wander = [math.exp(rng.gauss(0, 0.1)) for _ in range(2)]
+            budget.learn(tree, [path], hard.draft * (drafted > 0) * wander[0], now.forward(nodes) * first * wander[1])
+        later = sizes[60:]
+
+        def rate(nodes, later=later, hard=hard):
+            """Tokens per plain step's time where `nodes` says how many each step has."""
+            tokens = sum(machine.tokens_of[nodes(n)] for n, machine in later)
+            return tokens / sum(hard.forward(nodes(n)) + hard.draft * (nodes(n) > 0) for n, _ in later)
+
+        rates.append(rate(lambda n: n) / max(rate(lambda n, size=size: size) for size in SIZES))
+    assert statistics.harmonic_mean(rates) > 5 / 6
+
+
+def test_the_first_time_of_a_size_is_not_believed_if_it_was_slow():
+    costs = Costs()
+    costs.learn_plain(1.0)
+    for seconds in (2.5, 1.0, 1.1):
+        costs.learn_tree(0, 0.0, 7, seconds)
+    assert [seconds for _, seconds, _ in costs.forwards] == [1.0, 1.1]
+    assert cost_by_size([(3, 1.0), (3, 1.0), (7, 2.5)], [3, 7], 1.0, 0.0)[0][1] < 1.7, "nor by itself"
+
+
 def test_a_clock_that_jumps_gives_no_impossible_cost():
     """Plain steps of a thousand times the trees' once made costs below nothing, and `generate` fail."""
     machine = Machine(plain=1.0, draft=1e-6, start=1e-3, slope=0.0)

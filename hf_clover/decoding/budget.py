@@ -32,11 +32,13 @@ MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not 
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
 START = 24  # nodes of the first trees, shared by the rows
 SHORTEST_REST, LONGEST_REST = 8, 128  # steps
+LONG_REST, HOPELESS = 32, 3  # steps, and rests in a row that may be no longer: a text has easy stretches too
 SHARE = 0.04  # of a rest's time, that the draft before it may have lost
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing, where times do not wander
 PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are known
 NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
+MUCH = 1.5  # times the second time of a size, beyond which its first is not believed
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 # What is believed of costs before any is seen, each with how far it may be off; all in logarithms but the first two.
 ON_CPU, ON_DEVICE = (1.4, 0.09), (1.1, 0.0)  # plain steps that a tree of 7 nodes costs, and growth as tokens double
@@ -116,6 +118,7 @@ class Costs:
     advantage: float = 1.1  # of drafting over plain steps, lately; heads get a few steps to show theirs
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
     resting: int = 0  # steps that are left of a pause
+    rests: int = 0  # since a draft last paid
 
     def learn_plain(self, seconds: float) -> None:
         self.plain.add(seconds)
@@ -127,9 +130,16 @@ class Costs:
         if self.follows_plain:
             self.near, self.follows_plain = self.near[-NEAR:], False
         if nodes:
-            self.forwards.append((nodes, forward_seconds, self.near))
+            self._add(self.forwards, (nodes, forward_seconds, self.near))
         if drafted:
-            self.drafts.append((drafted, draft_seconds, self.near))
+            self._add(self.drafts, (drafted, draft_seconds, self.near))
+
+    def _add(self, times: deque[Seen], seen: Seen) -> None:
+        """The first time of a size may be that of making its kernels: much slower than the second, it is dropped."""
+        alike = [place for place, (size, _, _) in enumerate(times) if size == seen[0]]
+        if len(alike) == 1 and times[alike[0]][1] > MUCH * seen[1]:
+            del times[alike[0]]
+        times.append(seen)
 
     def in_plain_steps(self, seen: Sequence[Seen]) -> list[tuple[float, float]]:
         """Times as multiples of the plain steps beside them: what slows a machine down for a while slows both."""
@@ -178,7 +188,8 @@ def cost_by_size(
     found = []
     for size in sizes:
         count, line, trust = len(own.get(size, ())), y + slope * (math.log2(size + 1) - x), (noise / CORNER) ** 2
-        found.append(math.exp((middle[size] * count + line * trust) / (count + trust) if count else line))
+        seen_as = min(middle[size], line + CORNER) if count == 1 else middle.get(size, 0.0)  # see `Costs._add`
+        found.append(math.exp((seen_as * count + line * trust) / (count + trust) if count else line))
     return found, noise
 
 
@@ -276,8 +287,8 @@ class AutomaticBudget:
         shortest = min(lengths)
         best = self._best(log_probs, [place for place, length in enumerate(lengths) if length == shortest])
         self.chosen.append(best)
-        larger = (size for size in self.sizes if size > best)
-        self.reach = next(larger, best) if best >= self.reach else max(1, *self.chosen)
+        larger = [size for size in self.sizes if size > best][:2]  # two: a size may be dearer than the one above it
+        self.reach = [best, *larger][-1] if best >= self.reach else max(1, *self.chosen)
         self.log_probs = log_probs[:, :best]
         return tree.first(best)
 
@@ -363,9 +374,13 @@ class AutomaticBudget:
         costs.advantage = (1 - weight) * costs.advantage + weight * advantage
         if costs.advantage >= 1:
             costs.rest = SHORTEST_REST
-        elif advantage < 1:  # a draft that pays is followed by another
-            costs.resting = min(max(costs.rest, int(lost / SHARE)), LONGEST_REST)
-            costs.rest = min(2 * costs.resting, LONGEST_REST)
+        if advantage >= 1:
+            costs.rests = 0
+        elif costs.advantage < 1:  # a draft that pays is followed by another
+            costs.rests += 1
+            longest = LONGEST_REST if costs.rests > HOPELESS else LONG_REST
+            costs.resting = min(max(costs.rest, int(lost / SHARE)), longest)
+            costs.rest = min(2 * costs.resting, longest)
             self.acceptance.forget()
 
 
