@@ -68,8 +68,8 @@ def choose_route(
     reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route(TREE)
-    if kind is StaticCache:  # in which some of these targets, GPT-Neo for one, make another text than in a growing one
-        return Route(PLAIN, f"{reason}, and chains are drafted in a growing cache alone, which is `generate`'s default")
+    if kind is StaticCache:  # where some of these, GPT-Neo for one, make another text than in one that grows
+        return Route(PLAIN, f"{reason}, and chains are drafted in a cache that grows, `generate`'s default, alone")
     for route in (
         Route(CHAIN, reason),
         Route(REPLAYED, reason),

@@ -29,6 +29,8 @@ from .scales import embedding_scale, hidden_state_scale
 
 logger = logging.get_logger(__name__)
 
+COPIES = 10  # tokens of the text that new heads with recall put into their drafts where it repeats itself
+
 
 def heads_from_target(
     cls: type[CloverHeads], target: PreTrainedModel, variant: str, fields: dict[str, Any]
@@ -45,6 +47,8 @@ def heads_from_target(
     _, _, norm = find_decoder(model)
     source = LastLayer(model)
     config = CloverConfig(**{**source.block_fields(), "variant": variant, **identity_of(model), **fields})
+    if config.recall:
+        config.draft_copies = fields.get("draft_copies", COPIES)
     if config.normalize_hidden_states:
         _balance(config, model, fields)
     heads = cls(config)

@@ -68,6 +68,7 @@ class CloverConfig(PreTrainedConfig):
             their weights recall. The number of nodes is `heads.generation_config.num_assistant_tokens`.
         draft_copies (`int`, defaults to 0): where the last three tokens stood in the text before, so many of those
             that followed them are drafted beside what the heads draft; 0 for none, and none beside a `"chain"`.
+            `from_target` sets 10 for heads with recall.
         bos_token_id, eos_token_id, pad_token_id: those of the target, by which transformers' pipelines tell that the
             two share a tokenizer. Heads do not read them.
         target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
