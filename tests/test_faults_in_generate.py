@@ -17,7 +17,7 @@ import torch
 from oracle import planted
 from test_bad_input import Breaks, state_of
 from test_static import Graphs
-from transformers import AttentionInterface, AttentionMaskInterface, LogitsProcessorList
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 from zoo import build, ragged_batch
@@ -29,6 +29,7 @@ from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import root_only
 
 VOCABULARY, NEW = 16, 20
+CHAINS = [("bloom", "chain"), ("lfm2", "chain"), ("qwen3_next", "replayed chain"), ("jamba", "replayed chain")]
 
 
 @pytest.fixture
@@ -44,11 +45,14 @@ def heads(model):
 # ---------------------------------------------------------------------- memory
 
 
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
 @pytest.mark.long("hf_clover/decoding")
 @pytest.mark.automatic
-def test_memory_does_not_grow(model, heads):
+@pytest.mark.parametrize("target", ["llama", "bloom", "lfm2", "qwen3_next"])
+def test_memory_does_not_grow(target):
     """500 generations of many kinds; what is learned of the first is kept, and nothing after that."""
-    other = CloverHeads.from_target(model, variant="medusa")
+    model = build(target, vocab_size=VOCABULARY)
+    heads, other = CloverHeads.from_target(model), CloverHeads.from_target(model, variant="medusa")
 
     def some(count):
         for i in range(count):
@@ -116,6 +120,31 @@ def test_threads_may_learn_from_each_other(model, heads):
         stop.set()
         thread.join()
         sys.setswitchinterval(before)
+
+
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.parametrize(("target", "method"), CHAINS)
+def test_threads_draft_chains_in_one_target(target, method):
+    """Caches that are cropped, copied and replayed belong to their call."""
+    model = build(target, vocab_size=VOCABULARY)
+    heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (6,))
+    plain, said, meet = model.generate(**inputs, max_new_tokens=NEW), {}, threading.Barrier(4)
+
+    def speak(k):
+        meet.wait()
+        options = {"num_assistant_tokens": 2 + k, "return_dict_in_generate": True}
+        out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, **options)
+        said[k] = out.sequences, out.speculation
+
+    threads = [threading.Thread(target=speak, args=(k,)) for k in range(4)]
+    with planted(plain, 6):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(torch.equal(said[k][0], plain) for k in range(4))
+    assert {said[k][1].method for k in range(4)} == {method}
+    assert all(said[k][1].accepted_tokens > 2 for k in range(4))
 
 
 def like_flash(module, query, key, value, attention_mask, **kwargs):
@@ -314,3 +343,46 @@ def test_breaking_off_elsewhere(model, heads, request, where, error, implementat
         again = model.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
     assert torch.equal(again.sequences, plain)
     assert again.speculation.accepted_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
+@pytest.mark.parametrize(("target", "method"), CHAINS)
+def test_breaking_off_a_chain(target, method, error):
+    """The caller's cache is as it was before the call that broke off, and carries on."""
+    model = build(target, vocab_size=VOCABULARY)
+    heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (7,))
+    options = {"max_new_tokens": NEW, "num_assistant_tokens": 4, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, max_new_tokens=2 * NEW)
+    cache = DynamicCache(config=model.config)
+    first = model.generate(**inputs, past_key_values=cache, assistant_model=heads, **options)
+    more = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
+    assert torch.equal(first.sequences, plain[:, : 7 + NEW])
+    before, held = state_of(model), _held(cache)
+    breaks = LogitsProcessorList([Breaks(error)])
+    with planted(plain, 7 + NEW), pytest.raises(type(error)):
+        model.generate(**more, past_key_values=cache, assistant_model=heads, logits_processor=breaks, **options)
+    assert state_of(model) == before
+    assert len(held) > 0
+    assert all(torch.equal(was, now) for was, now in zip(held, _held(cache), strict=True))
+    with planted(plain, 7 + NEW):
+        again = model.generate(**more, past_key_values=cache, assistant_model=heads, **options)
+    assert torch.equal(again.sequences, plain)
+    assert again.speculation.method == method
+    assert again.speculation.accepted_tokens > 2
+
+
+def _held(cache):
+    """Copies of all tensors in a cache, whatever its layers are."""
+    return [tensor.clone() for layer in cache.layers for tensor in _tensors(vars(layer))]
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for _, part in sorted(value.items(), key=str):
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
