@@ -59,6 +59,7 @@ NO_DOUBLE = (
     "recurrent_gemma",
     "rwkv",
 )  # their kernels are of single precision
+SINGLE = (*NO_DOUBLE, "gpt_neo")  # which casts queries and keys
 
 PROCESSING = [
     {"repetition_penalty": 1.3},
@@ -139,7 +140,7 @@ def draw(seed: int) -> Case:
     if attention == "eager" and dtype in ("float64", "float16"):  # padding gives NaN there, in plain generate too
         lengths = lengths[:1] * len(lengths)
     turns = [(rng.choice([1, 2, 5, 9, 14, 22]), True)]
-    is_exact = dtype == "float64"
+    is_exact = dtype == "float64" or (name in NO_DOUBLE and dtype == "float32")
     while is_exact and rng.random() < 0.25:
         turns.append((rng.randint(1, 10), rng.random() < 0.7))
     rng.shuffle(turns)
@@ -165,7 +166,7 @@ def draw(seed: int) -> Case:
         target=name,
         attention=attention,
         dtype=dtype,
-        variant=rng.choice(["clover-2", "clover", "medusa"]),
+        variant=rng.choice(["clover-x", "clover-2", "clover", "medusa"]),
         tree=rng.choice(["global", "levels", "chain"]),
         nodes=rng.choice([None, 1, 2, 3, 5, 8, 13, 30]),
         is_planted=rng.random() < 0.6,
@@ -321,15 +322,17 @@ def _what_differs(case: Case, target: PreTrainedModel, plain: Said, ours: Said, 
         return "other random numbers are left than by plain generate"
     for its, mine in zip(plain.scores, ours.scores, strict=True):
         for theirs, recorded in zip(its, mine, strict=True):
-            if theirs is not None and not _are_near(theirs, recorded):
+            if theirs is not None and not _are_near(theirs, recorded, case.target in SINGLE):
                 return "recorded scores or logits differ"
     return None
 
 
-def _are_near(theirs: tuple[torch.Tensor, ...], recorded: tuple[torch.Tensor, ...]) -> bool:
+def _are_near(theirs: tuple[torch.Tensor, ...], recorded: tuple[torch.Tensor, ...], single: bool) -> bool:
+    """`single`: some of the target is computed in single precision, whatever its dtype."""
     if len(theirs) != len(recorded):
         return False
-    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(theirs, recorded, strict=True))
+    off = 1e-2 if single else 1e-4
+    return all(torch.allclose(a, b, rtol=off, atol=off) for a, b in zip(theirs, recorded, strict=True))
 
 
 # ---------------------------------------------------------------------- many

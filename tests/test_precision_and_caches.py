@@ -131,6 +131,30 @@ def test_caches_that_hold_none(options, reason, shape):
     assert ours.speculation.reason == reason
 
 
+def test_chains_are_not_kept_in_a_cache_of_fixed_size():
+    """In which GPT-Neo's local attention looks at other columns, so that plain generate says something else."""
+    target, inputs = build("gpt_neo", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (3,))
+    growing = target.generate(**inputs, max_new_tokens=NEW)
+    with pytest.warns(CloverWarning, match="chains are drafted in a cache that grows, `generate`'s default, alone"):
+        plain, ours = both(target, inputs, fallback=True, cache_implementation="static")
+    assert not torch.equal(plain, growing), "else there is nothing to see here"
+    assert torch.equal(ours.sequences, plain)
+    assert (ours.speculation.method, ours.speculation.accepted_tokens) == ("plain", 0)
+
+
+def test_a_cache_that_the_target_does_not_read():
+    """RWKV keeps a state of its own, and leaves a user's cache as it came."""
+    target, inputs = build("rwkv", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (5,))
+    cache = DynamicCache(config=target.config)
+    with pytest.warns(CloverWarning, match="chains are drafted instead"):
+        plain, ours = both(target, inputs, fallback=True, past_key_values=lambda: cache)
+    assert torch.equal(ours.sequences, plain)
+    assert ours.past_key_values is cache
+    assert cache.get_seq_length() == 0
+    assert ours.speculation.method == "replayed chain"
+    assert ours.speculation.accepted_tokens > NEW // 2
+
+
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_an_offloaded_cache_holds_none(kind):
     """It needs an accelerator to offload from: here the route alone."""

@@ -158,6 +158,16 @@ def test_a_target_that_does_not_repeat_itself_is_no_evidence(target):
     assert (found.verdict, found.margin) == (NUMERICS, None)
 
 
+def test_a_target_whose_scores_are_nan_chooses_nothing(target):
+    with torch.no_grad():
+        target.lm_head.weight.fill_(torch.nan)
+    batch, options, plain = plain_of(target)
+    another = plain.clone()
+    another[0, 12] = (another[0, 12] + 1) % VOCABULARY
+    (found,) = explain(target, batch, plain, another, options)
+    assert (found.verdict, found.margin) == (NUMERICS, None)
+
+
 def test_rounding_is_measured_on_the_target():
     text = ragged_batch(VOCABULARY, (20,))["input_ids"][0]
     rounding = {

@@ -196,10 +196,11 @@ class ChainRun:
         for layer in () if self.replays else cache.layers:
             if getattr(layer, "record_past", False):
                 layer.record_past = False
-        if isinstance(theirs, DynamicCache):
+        if not isinstance(theirs, DynamicCache):
+            return cache
+        if isinstance(cache, DynamicCache):  # and not a state of another kind, beside which theirs stayed as it was
             theirs.__dict__.update(cache.__dict__)
-            return theirs
-        return cache
+        return theirs
 
 
 def _columns(cache: Any) -> int:

@@ -3,8 +3,8 @@
 Contract: `verify` runs greedy decoding at every setting and compares each prompt's tokens with those of plain generate
 in the same batch. Where they part, plain generate's own scores there say by how much it prefers its token
 (`margin`), and the target alone, without heads or trees, says how much rounding there is (`rounding`): `explain`.
-"numerics" is a margin within the rounding, or a target that, asked twice for plain text, gives two; any other
-difference is "BUG". Nothing is written to a screen here.
+"numerics" is a margin within the rounding, a target that, asked twice for plain text, gives two, or one whose scores
+there are NaN; any other difference is "BUG". Nothing is written to a screen here.
 
 Why two numbers decide: a forward over several tokens adds the same numbers as a forward over one, in another order, so
 each of its logits is a little off. No choice between tokens can be turned by that unless their scores were closer than
@@ -192,7 +192,9 @@ def explain(
         elif place - start < len(again.scores):
             scores = again.scores[place - start][row].float()  # [V]
             best, second = scores.topk(2).values.tolist()
-            if scores[its] == best:  # else its text had ended before, and this is padding
+            if scores.isnan().any():  # plain generate had nothing to choose by
+                verdict = NUMERICS
+            elif scores[its] == best:  # else its text had ended before, and this is padding
                 margin, top_two = best - float(scores[mine]), best - second
                 verdict = NUMERICS if margin <= rounding else BUG
         figures = {"margin": _finite(margin), "top_two": _finite(top_two), "rounding": rounding}
