@@ -57,6 +57,8 @@ DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
         ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=20), walk.PLAIN, 0),
         ("phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=20), walk.TREE, 20),
         ("phi3", dict(original_max_position_embeddings=20), walk.PLAIN, 0),
+        ("moshi", dict(sliding_window=20), walk.PLAIN, 0),
+        ("moshi", dict(sliding_window=40), walk.TREE, 0),
     ],
 )
 def test_lengths_at_which_positions_change(model_type, fields, result, longer, monkeypatch):

@@ -96,6 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": dict(head_dim=16),
     "ministral": dict(head_dim=8),
     "nemotron": dict(num_key_value_heads=2),
+    "moshi": dict(sliding_window=64),  # beyond it the cache forgets what the mask still shows
     "phi3": RESTART,
     "phi4_multimodal": RESTART,
     "qwen4_exp": dict(text_config=QSA),

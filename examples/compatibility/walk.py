@@ -214,6 +214,13 @@ def read_table() -> tuple[str, dict[str, Row]]:
     return re.search(r"transformers (\S+):", text)[1], rows
 
 
+WHAT_NO_LOOP_MENDS = """\
+Those of plain `generate` are beyond any loop: CPM-Ant and XLM read the text both ways, so that a token changes what
+stands before it; XLM and XLNet are read at a placeholder behind the text, one place a forward; ProphetNet's cache takes
+one token at a time; RecurrentGemma keeps its states in its own modules, where a call cannot keep the one it may need
+again."""
+
+
 def write_table(rows: list[Row]) -> None:
     counts = Counter(row.result for row in rows)
     lines = [
@@ -231,6 +238,8 @@ def write_table(rows: list[Row]) -> None:
         "| result | types | meaning |",
         "|---|---|---|",
         *(f"| {result} | {counts[result]} | {meaning} |" for result, meaning in MEANINGS.items()),
+        "",
+        WHAT_NO_LOOP_MENDS,
         "",
         "| type | class | result | reason |",
         "|---|---|---|---|",

@@ -135,7 +135,7 @@ def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
 
 
 def _why_only_one_by_one(target: PreTrainedModel, text: Text, model_kwargs: dict[str, Any]) -> str | None:
-    """Some rotary embeddings change, for all tokens of a forward, as the text grows past a length."""
+    """Some targets change, for all tokens of a forward, as the text grows past a length."""
     config = target.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     start, embeds = text.input_ids[0].shape[1], model_kwargs.get("inputs_embeds")
@@ -145,6 +145,8 @@ def _why_only_one_by_one(target: PreTrainedModel, text: Text, model_kwargs: dict
     limit = getattr(config, "original_max_position_embeddings", None)
     if limit is not None and start <= limit < end:  # Phi-3 drops its cache there, and its cousins more than that
         return f"its `generate` starts anew where the text grows past {limit} tokens"
+    if config.model_type == "moshi" and end > config.sliding_window:
+        return f"its cache forgets tokens beyond {config.sliding_window}, and its mask does not"
     for one in [p for p in parameters.values() if isinstance(p, dict)] or [parameters]:
         kind = one.get("rope_type") or "default"
         if "dynamic" in kind and end > config.max_position_embeddings:
