@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 import statistics
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 from zoo import build
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import budget as module
 from hf_clover.decoding.budget import (
     LONGEST_REST,
     NOISE,
@@ -40,6 +40,7 @@ from hf_clover.decoding.budget import (
     cost_by_size,
     make_budget,
 )
+from hf_clover.decoding.target_memory import memory_of
 from hf_clover.decoding.tree import Tree, root_only
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
@@ -113,10 +114,24 @@ def test_what_was_learned_goes_with_the_heads():
     target = build("llama", vocab_size=16)
     heads = CloverHeads.from_target(target)
     make_budget(None, False, target, heads)
-    assert len(module._experience[target]) == 1
+    assert len(memory_of(target).experience) == 1
     del heads
     gc.collect()
-    assert len(module._experience[target]) == 0
+    assert len(memory_of(target).experience) == 0
+
+
+@pytest.mark.automatic
+def test_what_was_learned_goes_with_the_target():
+    """Hooks and trials leave nothing that would hold on to it."""
+    target = build("llama", vocab_size=16)
+    heads = CloverHeads.from_target(target)
+    target.generate(torch.ones(1, 4, dtype=torch.long), assistant_model=heads, max_new_tokens=8)
+    memory = weakref.ref(memory_of(target))
+    assert memory().experience
+    assert memory().why_not
+    del target
+    gc.collect()
+    assert memory() is None
 
 
 # ---------------------------------------------------------------------- a simulated machine

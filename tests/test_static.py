@@ -19,9 +19,9 @@ from transformers import CompileConfig, GenerationConfig, StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import static_target as compiled
 from hf_clover.decoding.masks import additive, ancestors_of, plain_mask, visible_columns
 from hf_clover.decoding.static_target import MOVES, NODE_COUNTS, StaticTreeCache, lent_cache
+from hf_clover.decoding.target_memory import memory_of
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import Tree, root_only
 
@@ -144,7 +144,7 @@ def test_where_plain_generate_would_not_compile(why, graphs):
     plain, ours = both(target, heads, inputs, **options)
     assert torch.equal(ours.sequences, plain)
     assert graphs.count == 0
-    assert target not in compiled._idle
+    assert memory_of(target).idle_cache is None
 
 
 def test_settings_of_the_target_and_a_cache_of_the_users(graphs):
@@ -214,14 +214,14 @@ def test_an_aborted_call_leaves_nothing_to_the_next(graphs):
     target, inputs = target_of("llama"), batch_of(24)
     heads = CloverHeads.from_target(target)
     plain, _ = both(target, heads, inputs, **graphs.options)
-    kept = compiled._idle[target]
+    kept = memory_of(target).idle_cache
     for layer in kept.layers:
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
     kept.slots.text.fill_(False)
     _, ours = both(target, heads, inputs, **graphs.options)
     assert torch.equal(ours.sequences, plain)
-    assert compiled._idle[target] is kept
+    assert memory_of(target).idle_cache is kept
 
 
 # ---------------------------------------------------------------------- the cache, against a list of lists

@@ -216,9 +216,9 @@ def read_table() -> tuple[str, dict[str, Row]]:
 
 WHAT_NO_LOOP_MENDS = """\
 Those of plain `generate` are beyond any loop: CPM-Ant and XLM read the text both ways, so that a token changes what
-stands before it; XLM and XLNet are read at a placeholder behind the text, one place a forward; ProphetNet's cache takes
-one token at a time; RecurrentGemma keeps its states in its own modules, where a call cannot keep the one it may need
-again."""
+stands before it; XLM and XLNet are read at a placeholder behind the text, one place a forward; ProphetNet's cache
+takes one token at a time; RecurrentGemma keeps its states in its own modules, where a call cannot keep the one that
+it may need again."""
 
 
 def write_table(rows: list[Row]) -> None:

@@ -13,11 +13,9 @@ the target's own would have done. Trees are known by their masks, which no other
 Shapes: B batch, H query heads, K key heads, G = H / K, n tree nodes, C cache columns, D size of a head.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -28,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .private_api import attention_of, looks_up_attention, set_attention
+from .target_memory import memory_of
 
 PACKED = "clover_packed_sdpa"
 TREE_ATTENTION = ("sdpa", "eager")  # transformers' implementations that take a mask of any shape
@@ -90,12 +89,9 @@ def _with_trees(implementation: str) -> str:
     return _besides[implementation]
 
 
-never_packed: WeakSet[PreTrainedModel] = WeakSet()  # targets that do more with their mask than attend by it
-
-
 def shared_heads(target: PreTrainedModel) -> int:
     """How many query heads share a key head where `packed_attention` is used for this target, else 1."""
-    if target in never_packed:
+    if memory_of(target).is_never_packed:
         return 1
     config = target.config.get_text_config(decoder=True)
     heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
@@ -104,18 +100,15 @@ def shared_heads(target: PreTrainedModel) -> int:
     return heads // keys if fits and attention_of(target.config) != "eager" else 1
 
 
-_switched: WeakKeyDictionary[PreTrainedModel, tuple[int, list]] = WeakKeyDictionary()  # calls inside, and what was
-_switching = threading.Lock()
-
-
 @contextmanager
 def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
     """Says "sdpa" or "eager", by the masks that the target takes inside the block.
 
     Several threads may be inside at once: the last one out puts the target's own back.
     """
-    with _switching:
-        inside, before = _switched.get(target, (0, []))
+    memory = memory_of(target)
+    with memory.lock:
+        inside, before = memory.switched
         if not inside:
             before = [(config, attention_of(config)) for config in _configs_of(target)]
             own, groups = attention_of(target.config), shared_heads(target)
@@ -126,15 +119,14 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
                 for config, implementation in before:
                     if implementation == own:
                         set_attention(config, _with_trees(own))
-        _switched[target] = (inside + 1, before)
+        memory.switched = (inside + 1, before)
     try:
         yield "eager" if attention_of(target.config) == "eager" else "sdpa"
     finally:
-        with _switching:
-            inside, before = _switched.pop(target)
-            if inside > 1:
-                _switched[target] = (inside - 1, before)
-            else:
+        with memory.lock:
+            inside, before = memory.switched
+            memory.switched = (inside - 1, before) if inside > 1 else (0, [])
+            if inside == 1:
                 for config, implementation in before:
                     set_attention(config, implementation)
 

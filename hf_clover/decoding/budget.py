@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import device_of
+from .target_memory import memory_of
 from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
@@ -233,9 +233,6 @@ class Experience:
     lock: threading.Lock = field(default_factory=threading.Lock)  # threads share what they learn
 
 
-_experience: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[CloverHeads, Experience]] = WeakKeyDictionary()
-
-
 # ---------------------------------------------------------------------- automatic
 
 
@@ -401,7 +398,7 @@ def make_budget(
     if asked is not None and not is_ceiling:
         return FixedBudget(asked)
     ceiling = min(limit for limit in (asked, room, SIZES[-1]) if limit is not None)
-    experience = _experience.setdefault(target, WeakKeyDictionary()).setdefault(heads, Experience())
+    experience = memory_of(target).experience.setdefault(heads, Experience())
     device = device_of(target)
     guess = ON_CPU if device.type == "cpu" else ON_DEVICE
     return AutomaticBudget(experience, max(ceiling, 0), (device, target.dtype, mode), picking, guess)

@@ -9,33 +9,32 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from .target_memory import memory_of
+
 _inside = threading.local()
-_wrapped: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()  # how many are inside
-_wrapping = threading.Lock()
 
 
 @contextmanager
 def one_by_one(target: PreTrainedModel) -> Iterator[None]:
     layers = [module for module in target.modules() if _is_recurrent(module)]
-    with _wrapping:
-        if not _wrapped.get(target):
-            for layer in layers:
-                layer.forward = _stepwise(layer.forward, "forward" in vars(layer))
-        _wrapped[target] = _wrapped.get(target, 0) + 1
+    memory = memory_of(target)
+    with memory.lock:
+        for layer in layers if not memory.one_by_one else ():
+            layer.forward = _stepwise(layer.forward, "forward" in vars(layer))
+        memory.one_by_one += 1
     depth, _inside.depth = getattr(_inside, "depth", 0), getattr(_inside, "depth", 0) + 1
     try:
         yield
     finally:
         _inside.depth = depth
-        with _wrapping:
-            _wrapped[target] -= 1
-            for layer in layers if not _wrapped[target] else ():
+        with memory.lock:
+            memory.one_by_one -= 1
+            for layer in layers if not memory.one_by_one else ():
                 before, was_its_own = layer.forward.before
                 if was_its_own:
                     layer.forward = before

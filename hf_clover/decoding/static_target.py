@@ -10,12 +10,10 @@ a time. Nothing is kept in the target itself.
 Shapes: B batch, n tree nodes, C capacity, M moved entries at most, d hidden size, V vocabulary.
 """
 
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,6 +22,7 @@ from transformers import CompileConfig, PreTrainedModel
 from .cache import Moves, Slots, TreeCache, TreeLayer
 from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, visible_columns
 from .private_api import may_vary, stays_in_place
+from .target_memory import memory_of
 
 NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with the root
 CAPACITY_STEP = 128  # calls of nearby lengths share a shape
@@ -170,16 +169,12 @@ class StaticTreeCache(TreeCache):
 # ---------------------------------------------------------------------- what is kept for a target
 
 
-_lock = threading.Lock()
-_idle: WeakKeyDictionary[PreTrainedModel, StaticTreeCache] = WeakKeyDictionary()  # the last one used
-_compiled: WeakKeyDictionary[PreTrainedModel, dict[tuple, tuple[CompileConfig, Callable]]] = WeakKeyDictionary()
-
-
 @contextmanager
 def lent_cache(target: PreTrainedModel, num_layers: int, batch_size: int, slots: int) -> Iterator[StaticTreeCache]:
     """A cache of at least `slots` slots, nobody else's inside the block."""
-    with _lock:
-        cache = _idle.pop(target, None)
+    memory = memory_of(target)
+    with memory.lock:
+        cache, memory.idle_cache = memory.idle_cache, None
     fits = cache is not None and cache.rows == batch_size and slots <= cache.capacity <= 2 * slots
     if not fits or cache.dtype not in (target.dtype, None) or cache.slots.state.device != target.device:
         del cache  # its memory is free before the next one's is taken
@@ -188,8 +183,7 @@ def lent_cache(target: PreTrainedModel, num_layers: int, batch_size: int, slots:
     try:
         yield cache
     finally:
-        with _lock:
-            _idle[target] = cache
+        memory.idle_cache = cache
 
 
 def compiled_step(target: PreTrainedModel, config: CompileConfig | None, cache: StaticTreeCache) -> Callable:
@@ -206,8 +200,9 @@ def compiled_function(
 ) -> Callable:
     """`function` compiled for `shape`, kept as long as its owner is."""
     config = config or CompileConfig()
-    with _lock:
-        functions = _compiled.setdefault(owner, {})
+    memory = memory_of(owner)
+    with memory.lock:
+        functions = memory.compiled
         if shape not in functions or functions[shape][0] != config:
             # A code object of its own: torch.compile counts compilations by it, and takes a size for a free one once
             # it has seen two, so that other owners and shapes would make this one slower.

@@ -7,22 +7,21 @@ gets plain generate and a reason, never a wrong token.
 """
 
 import inspect
-import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..network.target_parts import device_of
-from .attention import TREE_ATTENTION, never_packed, shared_heads
+from .attention import TREE_ATTENTION, shared_heads
 from .chain import ChainRun
 from .private_api import attention_of, has_sdpa, keeps_a_state
 from .state import Text
+from .target_memory import memory_of
 from .target_run import TargetRun, takes_positions
 from .tree import Tree, chain_of
 
@@ -84,10 +83,6 @@ def choose_route(
 # ---------------------------------------------------------------------- trees
 
 
-_measured: WeakKeyDictionary[PreTrainedModel, dict[tuple, str | None]] = WeakKeyDictionary()
-_measuring = threading.Lock()  # what a thread finds out, another waits for
-
-
 def _why_no_tree(target: PreTrainedModel) -> str | None:
     """None where a tree is verified exactly."""
     config = target.config.get_text_config(decoder=True)
@@ -112,13 +107,14 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     if implementation not in TREE_ATTENTION and not has_sdpa(target):
         return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
     key = (implementation, target.dtype, device_of(target), target.training)
-    with _measuring:
-        known = _measured.setdefault(target, {})
+    memory = memory_of(target)
+    with memory.measuring:
+        known = memory.why_not
         if key not in known:
             try:
                 known[key] = _measure(target)
                 if known[key] is not None and shared_heads(target) > 1:
-                    never_packed.add(target)
+                    memory.is_never_packed = True
                     known[key] = _measure(target)
             except _NotANumberError:
                 return None  # the walk will say so, and the next call measures again
@@ -264,8 +260,9 @@ def _why_no_chain(target: PreTrainedModel, route: Route, batch: int, has_cache: 
     config = target.config.get_text_config(decoder=True)
     kind = (route.method, route.steps, batch > 1, has_cache)
     key = (*kind, attention_of(config), target.dtype, device_of(target), target.training)
-    with _measuring:
-        known = _measured.setdefault(target, {})
+    memory = memory_of(target)
+    with memory.measuring:
+        known = memory.why_not
         if key not in known:
             try:
                 error = _chain_error(target, route, min(batch, 2), has_cache)

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,6 +30,7 @@ from .static_target import (
     note_hidden,
     verify_step,
 )
+from .target_memory import memory_of
 from .tree import Tree, chain_of, root_only
 
 Held = TypeVar("Held")
@@ -286,10 +286,6 @@ class TargetRun:
         return columns
 
 
-_listeners: WeakKeyDictionary[PreTrainedModel, "_FinalNorm"] = WeakKeyDictionary()
-_listening = threading.Lock()
-
-
 @contextmanager
 def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tensor]) -> Iterator[None]:
     """Appends what goes into the decoder's final norm (or, where there is none, what the decoder returns).
@@ -298,16 +294,16 @@ def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tens
     which goes with the last of them: one that came or went while another thread's forward is traced for
     `torch.compile` would break the guards being written.
     """
-    with _listening:
-        final_norm = _listeners.get(target) or _FinalNorm(target)
-        _listeners[target] = final_norm
+    memory = memory_of(target)
+    with memory.lock:
+        memory.final_norm = final_norm = memory.final_norm or _FinalNorm(target)
         key = final_norm.add(captured)
     try:
         yield
     finally:
-        with _listening:
+        with memory.lock:
             if final_norm.remove(key):
-                del _listeners[target]
+                memory.final_norm = None
 
 
 class _FinalNorm:

@@ -1,0 +1,44 @@
+"""What is remembered of a target for as long as it lives, whoever calls `generate`.
+
+Contract: `memory_of(model)` is always the same object for the same model, and goes with it. Calls in several threads
+share it: what one of them changes in more than one step, it changes under `lock`; who measures the target holds
+`measuring`, so that the others wait for what is found out. No module of `decoding` keeps such things of its own, but
+what belongs to a cache of the user's (`drafting`) or to a thread.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+
+@dataclass(eq=False)
+class TargetMemory:
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    measuring: threading.Lock = field(default_factory=threading.Lock)
+    # support: why trees or chains are not exact in it, by all that this depends on; None where they are
+    why_not: dict[tuple, str | None] = field(default_factory=dict)
+    # attention: whether it does more with its mask than attend by it, so that query heads are not packed
+    is_never_packed: bool = False
+    # attention: how many calls have switched its attention, and what each of its configs named before
+    switched: tuple[int, list] = (0, [])
+    # target_run: the hooks before its final norm, while anybody listens
+    final_norm: Any = None
+    # one_by_one: how many calls want its recurrent layers to go token by token
+    one_by_one: int = 0
+    # static_target: the static cache that was used last, while nobody uses it; what was compiled, by its shape
+    idle_cache: Any = None
+    compiled: dict[tuple, tuple] = field(default_factory=dict)
+    # budget: what was learned of it with each set of heads
+    experience: WeakKeyDictionary = field(default_factory=WeakKeyDictionary)
+
+
+_memories: WeakKeyDictionary[PreTrainedModel, TargetMemory] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def memory_of(model: PreTrainedModel) -> TargetMemory:
+    with _making:
+        return _memories.setdefault(model, TargetMemory())
