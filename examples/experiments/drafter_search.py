@@ -201,16 +201,16 @@ class Learner:
             final = self.final_norm(batch["states"][0, :, -1])  # [T + 1, d]
         with torch.autocast("cpu", torch.bfloat16):
             states = batch["states"].flatten(-2)[:, :-1]
-            first, looked_at = heads._encode(states, tokens, None, batch["positions"][:, :-1], None)
-            if looked_at is not None:
-                text, values, seen = looked_at
+            first, to_recall = heads._encode(states, tokens, None, batch["positions"][:, :-1], None)
+            if to_recall is not None:
+                text, values, seen = to_recall
                 found = places_along(text, seen, tokens, count)  # of each level [1, T]
         state = first[:, places]  # [1, n, d]
         for level in range(count):
             goes_on = mask[level, places]
             places, state = places[goes_on], state[:, goes_on]
             with torch.autocast("cpu", torch.bfloat16):
-                recalled = () if looked_at is None else (heads.recall(values, found[level][:, places]),)
+                recalled = () if to_recall is None else (heads.recall(values, found[level][:, places]),)
                 out, state = heads.step(level, state, tokens[:, places + level], *recalled)
                 logits = F.linear(out[0], self.draft_rows)  # [n, D]
             with torch.no_grad():

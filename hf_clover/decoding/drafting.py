@@ -80,18 +80,18 @@ class Settled:
 def grow(
     heads: CloverHeads,
     state: torch.Tensor,
-    looked_at: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None",
+    to_recall: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None",
     roots: torch.Tensor,
     nodes: int,
     shape: str,
     foresight: Foresight | None = None,
 ) -> Tree:
-    """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `looked_at`, where these heads recall:
+    """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `to_recall`, where these heads recall:
     tokens, values and mask of the text up to there."""
     config, states = heads.config, state[:, None]  # [B, W, d] of the beams of the level before
     kept = runs = values = None
-    if looked_at is not None:
-        text, values, mask = looked_at
+    if to_recall is not None:
+        text, values, mask = to_recall
         kept, runs = keep(text, *stretches(mask, text, 1))  # runs [B, W, C] up to each beam
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
@@ -104,11 +104,11 @@ def grow(
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
-        told = ()
+        recalled = ()
         if kept is not None:
             runs = followed(kept, runs, tokens)
-            told = (heads.recall(values, last_place(runs)),)  # [B, W, 2 w]
-        out, states = heads.step(level, states, tokens, *told)
+            recalled = (heads.recall(values, last_place(runs)),)  # [B, W, 2 w]
+        out, states = heads.step(level, states, tokens, *recalled)
         return heads.score(out)  # [B, W, V]
 
     return grow_in_shape(heads, expand, roots, nodes, shape, foresight)
@@ -248,9 +248,9 @@ class CloverCandidateGenerator:
             return root_only(self.roots)
         self._catch_up()
         shape = shape or self.config.draft_tree
-        return grow(self.heads, self.state, self._looked_at(), self.roots, nodes, shape, foresight)
+        return grow(self.heads, self.state, self._to_recall(), self.roots, nodes, shape, foresight)
 
-    def _looked_at(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    def _to_recall(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Of the text so far the tokens [B, C], the last layer's values [B, kv_heads, C, head_dim], and which of them
         are a row's own [B, 1, 1, C] (None where all are)."""
         if not self.config.recall:

@@ -103,7 +103,7 @@ class HeadsRun:
         tree = self.drafter.draft(nodes, self.run.shape, foresight)
         if self.copies is not None:
             self.copies.take_in(text.take_fresh())
-            tree = self.copies.added_to(tree, text.live)
+            tree = self.copies.added_to(tree, text.running)
         tree = self.budget.cut(tree, unfinished, [lengths[place] for place in unfinished])
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)
@@ -115,11 +115,11 @@ class HeadsRun:
     def drop_finished_rows(self) -> None:
         """Rows that have ended leave the batch, once they are so many that copying the others' cache pays."""
         text, going = self.text, self.text.unfinished
-        if not going or text.in_lockstep or not self.run.can_drop_rows or len(going) > DROP_BELOW * len(text.live):
+        if not going or text.in_lockstep or not self.run.can_drop_rows or len(going) > DROP_BELOW * len(text.running):
             return
         self.run.keep_rows(going)
         self.drafter.keep_rows(going)
-        text.live = [text.live[place] for place in going]
+        text.running = [text.running[place] for place in going]
 
     def hand_back(self, sequences: torch.Tensor, synced_gpus: bool) -> Any:
         """The cache, which the caller or plain generate can go on with, where anybody gets it."""

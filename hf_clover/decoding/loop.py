@@ -46,7 +46,7 @@ def speculate(
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay. `route`: as
     `choose_route` says."""
-    budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.habits), target)
+    budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
     if route.method == TREE:
         run = TargetRun(target, text.config, model_kwargs, widest=budget.most_nodes + 1)
     else:
@@ -73,7 +73,7 @@ def speculate(
                 logits = run.verify(tree)  # [B, n, V]
             with stats.clock("walk"):
                 emitted = text.emitted
-                paths = walk(tree, logits, text)  # per live row the walked nodes
+                paths = walk(tree, logits, text)  # of each running row, the walked nodes
                 run.commit(paths)
             ours.take_in(paths)
             walked = [paths[row] for row in rows]

@@ -74,7 +74,7 @@ class Text:
     is_pure: bool = False  # processors and criteria may be called for tokens that are then dropped
     dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
     finished: list[bool] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
+    running: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
     fresh: list[list[int]] = field(default_factory=list)  # per row, what was emitted and nobody has asked for yet
@@ -104,7 +104,7 @@ class Text:
             logits=() if recorded and config.output_logits else None,
             finished=[False] * batch,
             fresh=[[] for _ in range(batch)],
-            live=list(range(batch)),
+            running=list(range(batch)),
         )
         if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
             text.pad = pad_token_of(config)
@@ -132,7 +132,7 @@ class Text:
         return all(self.finished)
 
     @property
-    def habits(self) -> tuple[Hashable, Hashable, int | None]:
+    def budget_keys(self) -> tuple[Hashable, Hashable, int | None]:
         """What the cost of a step and the worth of a draft depend on in the caller's settings, and how many tokens a
         cache of fixed length holds beyond the text."""
         # To a digit: what is learned is kept, and a server may see any temperature there is.
@@ -143,8 +143,8 @@ class Text:
 
     @property
     def unfinished(self) -> list[int]:
-        """Places among the live rows."""
-        return [place for place, row in enumerate(self.live) if not self.finished[row]]
+        """Places among the running rows."""
+        return [place for place, row in enumerate(self.running) if not self.finished[row]]
 
     def rows(self) -> list[torch.Tensor]:
         """Per row [L]."""
@@ -152,7 +152,7 @@ class Text:
 
     def live_rows(self) -> list[torch.Tensor]:
         rows = self.rows()
-        return [rows[row] for row in self.live]
+        return [rows[row] for row in self.running]
 
     def take_fresh(self) -> list[list[int]]:
         """Per row, the tokens since this was called last, which are on the host already."""
@@ -160,7 +160,7 @@ class Text:
         return fresh
 
     def last_tokens(self) -> Tree:
-        """Of the live rows, as trees of one node each: what a forward takes that keeps other processes company."""
+        """Of the running rows, as trees of one node each: what a forward takes that keeps other processes company."""
         return root_only(torch.stack([row[-1] for row in self.live_rows()]))
 
     def end(self) -> None:

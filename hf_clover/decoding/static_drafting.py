@@ -63,7 +63,7 @@ class CompiledDrafter(CloverCandidateGenerator):
             return root_only(self.roots)
         if self.state is None:
             self._take_in_prompt()
-        new = self._take_in_all_but_a_step()
+        new = self._last_settled()
         counts = torch.tensor(new.counts).to(self.roots.device, non_blocking=True)  # [B], taken before this returns
         values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
         with self._staged(new):
@@ -87,7 +87,7 @@ class CompiledDrafter(CloverCandidateGenerator):
     def _catch_up(self) -> None:
         if self.state is None:
             self._take_in_prompt()
-        self._waiting = [self._take_in_all_but_a_step()]
+        self._waiting = [self._last_settled()]
 
     def _take_in_prompt(self) -> None:
         """All columns at once, as they are; padding is masked."""
@@ -107,8 +107,8 @@ class CompiledDrafter(CloverCandidateGenerator):
             states = torch.cat(parts, dim=1)  # [B, T, d]
         self.state = prompt.at_last(states)
 
-    def _take_in_all_but_a_step(self) -> Settled:
-        """The last `width` positions or fewer that are still to be taken in, filled up to `width`."""
+    def _last_settled(self) -> Settled:
+        """Takes in what is waiting but for its last `width` positions or fewer; returns these, filled up to `width`."""
         batch, width = len(self.roots), self.width
         new = Settled.joined(self._waiting) if self._waiting else None
         self._waiting = []
@@ -177,11 +177,11 @@ def draft_step(
 ) -> tuple[torch.Tensor, ...]:
     """`take_in`, then the tree's tensors."""
     state = take_in(heads, cache, hidden, next_tokens, positions, counts, state)
-    looked_at = None
+    to_recall = None
     if heads.config.recall:
         text, (layer, tokens) = cache.slots.text, cache.layers[-2:]
         ends = cache.slots.starts + counts[:, None]  # [B, 1]
         visible = text & (torch.arange(text.shape[1], device=text.device) < ends)  # [B, C]
-        looked_at = tokens.keys[:, 0, :, 0], layer.values, visible[:, None, None]
-    tree = grow(heads, state, looked_at, roots, nodes, shape, foresight)
+        to_recall = tokens.keys[:, 0, :, 0], layer.values, visible[:, None, None]
+    tree = grow(heads, state, to_recall, roots, nodes, shape, foresight)
     return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid

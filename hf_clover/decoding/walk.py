@@ -20,8 +20,8 @@ from .tree import Tree
 
 
 def replay(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
-    """Walk each live row of logits [B, n, V]; returns the walked nodes per row, one per emitted token."""
-    paths: list[list[int]] = [[] for _ in text.live]
+    """Walk each running row of logits [B, n, V]; returns the walked nodes per row, one per emitted token."""
+    paths: list[list[int]] = [[] for _ in text.running]
     children = _children(tree)
     text.found_no_drafts |= tree.size > 1 and not all(children[place] for place in text.unfinished)
     walk = _replay_in_lockstep if text.in_lockstep else _replay_abreast
@@ -70,7 +70,7 @@ def _replay_abreast(
     at = dict.fromkeys(text.unfinished, 0)  # place -> node
     while at:
         places, nodes = list(at), list(at.values())
-        rows = [text.live[place] for place in places]
+        rows = [text.running[place] for place in places]
         raw = _logits_at(logits, places, nodes)  # [k, V]
         if text.scores_decide:
             scores = _process(text.processors[0], None, raw)  # [k, V]
@@ -127,7 +127,7 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
     broken, tree = best.isnan(), tree.to(logits.device)
     packed = torch.stack((tree.tokens, tree.parents, tree.valid.long(), picks, broken.long()), dim=1)  # [B, 5, n]
     paths: list[list[int]] = []
-    for place, (row, packed_row) in enumerate(zip(text.live, packed.tolist(), strict=True)):  # the one sync
+    for place, (row, packed_row) in enumerate(zip(text.running, packed.tolist(), strict=True)):  # the one sync
         tokens, parents, valid, chosen, is_broken = packed_row
         path: list[int] = []
         paths.append(path)

@@ -91,24 +91,24 @@ class Drafter(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The tokens [N] after the positions [N] of the states [N, d] -> the states after the cell [N, d]."""
-        ids, told = input_ids.long(), ()
+        ids, recalled = input_ids.long(), ()
         if self.is_later_pass:
             if self.runs is not None:
-                told = (self._told_later(ids),)
-            return self.heads.step(1, hidden_states, ids, *told)[1]
+                recalled = (self._recalled_later(ids),)
+            return self.heads.step(1, hidden_states, ids, *recalled)[1]
         metadata = get_forward_context().attn_metadata  # None where vLLM only measures memory
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         no_mask = hidden_states.new_empty(1, 1, 0, 0)  # the paged attention has its own
-        state, looked_at = self.heads._encode(hidden_states[None], ids[None], no_mask, positions[None], None)
+        state, to_recall = self.heads._encode(hidden_states[None], ids[None], no_mask, positions[None], None)
         self.runs = None
-        if looked_at is not None and metadata is not None:
-            told = (self._told_first(ids, positions, looked_at[1], metadata),)
-        return self.heads.step(0, state[0], ids, *told)[1]
+        if to_recall is not None and metadata is not None:
+            recalled = (self._recalled_first(ids, positions, to_recall[1], metadata),)
+        return self.heads.step(0, state[0], ids, *recalled)[1]
 
     # ------------------------------------------------------------------ recall
 
-    def _told_first(
+    def _recalled_first(
         self, ids: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
         """What the cell is told [N, 2 w]: zeros at rows where no draft can start."""
@@ -130,18 +130,18 @@ class Drafter(nn.Module):
         last = positions[rows]  # [B, T]
         self.kept, runs = keep(self.slot_tokens[self.slots], torch.zeros_like(last), last)
         self.runs = followed(self.kept, runs, ids[rows])  # [B, T, C]
-        told = self._told()  # [B, T, 2 w]
-        everywhere = told.new_zeros(len(ids), told.shape[-1])
-        everywhere[rows[is_own]] = told[is_own]
+        recalled = self._recalled()  # [B, T, 2 w]
+        everywhere = recalled.new_zeros(len(ids), recalled.shape[-1])
+        everywhere[rows[is_own]] = recalled[is_own]
         return everywhere
 
-    def _told_later(self, ids: torch.Tensor) -> torch.Tensor:
+    def _recalled_later(self, ids: torch.Tensor) -> torch.Tensor:
         """[N, 2 w] of which rows beyond the requests are filling."""
         count = len(self.runs)
         self.runs = followed(self.kept, self.runs, ids[:count, None])
-        return F.pad(self._told()[:, 0], (0, 0, 0, len(ids) - count))
+        return F.pad(self._recalled()[:, 0], (0, 0, 0, len(ids) - count))
 
-    def _told(self) -> torch.Tensor:
+    def _recalled(self) -> torch.Tensor:
         """[B, T, 2 w] of the places that the runs lead to; of zeros where they lead nowhere."""
         places = last_place(self.runs)  # [B, T]
         values = self.slot_values[self.slots.gather(1, places.clamp(min=0))]  # [B, T, kv_heads head_dim]

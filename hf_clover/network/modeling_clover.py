@@ -144,7 +144,7 @@ class CloverHeads(PreTrainedModel):
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
         """The states, and of the text they look at the tokens [B, C], the last layer's values and its mask."""
-        x, looked_at = hidden_states.to(self.dtype), None
+        x, to_recall = hidden_states.to(self.dtype), None
         if self.config.normalize_hidden_states:
             x = self._target_norm(x) * self.config.hidden_state_scale
         if self.config.has_entry_decoder:
@@ -157,12 +157,12 @@ class CloverHeads(PreTrainedModel):
                 tokens = input_ids[:, None, :, None]  # [B, 1, T, 1], as a cache takes them
                 if past_key_values is not None:
                     tokens, _ = past_key_values.update(tokens, tokens, len(self.layers))  # [B, 1, C, 1]
-                looked_at = tokens[:, 0, :, 0], values, attention_mask
+                to_recall = tokens[:, 0, :, 0], values, attention_mask
         if hasattr(self, "norm"):
             x = self.norm(x)
         elif not self.config.normalize_hidden_states:
             x = self._target_norm(x)
-        return x, looked_at
+        return x, to_recall
 
     def recall(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """What `step` is told where the text goes on from `places` [B, T] of it as the draft may: the values of the
@@ -231,16 +231,16 @@ class CloverHeads(PreTrainedModel):
                 f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
                 f"{tuple(hidden_states.shape)}: input_ids[:, t] is the token that follows hidden_states[:, t]."
             )
-        first, looked_at = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
+        first, to_recall = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
         state, length, outputs, places = first, input_ids.shape[1], [], None
-        if looked_at is not None and length:
-            text, values, mask = looked_at
+        if to_recall is not None and length:
+            text, values, mask = to_recall
             places = places_along(text, mask, input_ids, self.config.num_heads)  # of each level [B, T]
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
-            told = () if places is None else (self.recall(values, places[level][:, :valid]),)  # [B, T - level, 2 w]
-            out, state = self.step(level, state[:, :valid], tokens, *told)  # [B, T - level, d]
+            recalled = () if places is None else (self.recall(values, places[level][:, :valid]),)  # [B, T - level, .]
+            out, state = self.step(level, state[:, :valid], tokens, *recalled)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)
         return output if return_dict else output.to_tuple()
