@@ -16,7 +16,7 @@ from hf_clover.decoding.target_run import capture_before_final_norm
 from hf_clover.hub.cards import render
 from hf_clover.making.scales import embedding_scale, hidden_state_scale
 from hf_clover.network import blocks
-from hf_clover.network.blocks import followed, keep, last_place, places_along, stretches, values_at
+from hf_clover.network.blocks import followed, last_place, places_along, searched_text, stretches, values_at
 from hf_clover.network.configuration_clover import VARIANTS
 from hf_clover.network.target_parts import find_decoder
 
@@ -114,14 +114,14 @@ def test_recall_from_the_last_place_alone():
     """As a draft asks: one state, several tokens at once, and columns beyond a row's own."""
     ids, values = text_of()
     lengths = torch.tensor([12, 9, 1])
-    kept, runs = keep(ids, *stretches((torch.arange(12) < lengths[:, None])[:, None, None], ids, 1))
-    runs = followed(kept, runs, ids.gather(1, lengths[:, None] - 1))
+    searched, runs = searched_text(ids, *stretches((torch.arange(12) < lengths[:, None])[:, None, None], ids, 1))
+    runs = followed(searched, runs, ids.gather(1, lengths[:, None] - 1))
     assert runs.shape == (3, 1, 12)
     assert runs.max() > 1
     for drafted in itertools.product(range(3), repeat=2):
         beams = runs.expand(-1, 2, -1)
         for token in drafted:
-            beams = followed(kept, beams, torch.tensor([[token, 2 - token]] * 3))
+            beams = followed(searched, beams, torch.tensor([[token, 2 - token]] * 3))
         told = values_at(values, last_place(beams))
         for row, length in enumerate(lengths.tolist()):
             path = ids[row, :length].tolist()

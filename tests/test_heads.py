@@ -18,7 +18,7 @@ from transformers import AutoModel, GPT2Config, GPT2LMHeadModel, LlamaConfig, Ll
 
 import hf_clover
 from hf_clover import CloverConfig, CloverHeads, TreeCache
-from hf_clover.network.blocks import followed, keep, last_place, stretches
+from hf_clover.network.blocks import followed, last_place, searched_text, stretches
 from hf_clover.network.configuration_clover import VARIANTS
 from hf_clover.network.modeling_clover import CloverOutput
 from hf_clover.network.target_parts import unwrap
@@ -161,14 +161,14 @@ def test_unbound_heads_say_what_to_do():
 def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cache: TreeCache) -> torch.Tensor:
     """All heads from what `encode` gave last [B, ...] with the data's own tokens [B, K] -> [K, B, d]."""
     count, outputs = heads.config.num_heads, []
-    first_state, kept = state, None
+    first_state, searched = state, None
     if heads.config.recall:
         ids, values = cache.export(-1, cache.lengths[0])[0], cache.export(-2, cache.lengths[0])[1]
-        kept, runs = keep(ids[:, 0, :, 0], *stretches(None, ids[:, 0, :, 0], 1))
+        searched, runs = searched_text(ids[:, 0, :, 0], *stretches(None, ids[:, 0, :, 0], 1))
     for level in range(count):
         told = ()
-        if kept is not None:
-            runs = followed(kept, runs, tokens[:, level, None])
+        if searched is not None:
+            runs = followed(searched, runs, tokens[:, level, None])
             told = (heads.recall(values, last_place(runs))[:, 0],)
         out, state = heads.step(level, state, tokens[:, level if heads.config.regressive else 0], *told)
         outputs.append(out)

@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..network.blocks import followed, keep, last_place, stretches
+from ..network.blocks import followed, last_place, searched_text, stretches
 from ..network.modeling_clover import CloverHeads
 from .cache import TreeCache
 from .foresight import Foresight
@@ -89,24 +89,24 @@ def grow(
     """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `to_recall`, where these heads recall:
     tokens, values and mask of the text up to there."""
     config, states = heads.config, state[:, None]  # [B, W, d] of the beams of the level before
-    kept = runs = values = None
+    searched = runs = values = None
     if to_recall is not None:
         text, values, mask = to_recall
-        kept, runs = keep(text, *stretches(mask, text, 1))  # runs [B, W, C] up to each beam
+        searched, runs = searched_text(text, *stretches(mask, text, 1))  # runs [B, W, C] up to each beam
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
     def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
         nonlocal states, runs
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
-            if kept is not None:
+            if searched is not None:
                 runs = runs.gather(1, chosen[..., None].expand(-1, -1, runs.shape[2]))
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
         recalled = ()
-        if kept is not None:
-            runs = followed(kept, runs, tokens)
+        if searched is not None:
+            runs = followed(searched, runs, tokens)
             recalled = (heads.recall(values, last_place(runs)),)  # [B, W, 2 w]
         out, states = heads.step(level, states, tokens, *recalled)
         return heads.score(out)  # [B, W, V]

@@ -108,7 +108,7 @@ class CompiledDrafter(CloverCandidateGenerator):
         self.state = prompt.at_last(states)
 
     def _last_settled(self) -> Settled:
-        """Takes in what is waiting but for its last `width` positions or fewer; returns these, filled up to `width`."""
+        """Takes in what waits, up to its last `width` positions or fewer: these, filled up to `width`."""
         batch, width = len(self.roots), self.width
         new = Settled.joined(self._waiting) if self._waiting else None
         self._waiting = []

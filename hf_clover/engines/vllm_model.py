@@ -21,7 +21,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from ..network.blocks import CloverAttention, Kept, followed, keep, last_place, rotated
+from ..network.blocks import CloverAttention, Searched, followed, last_place, rotated, searched_text
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import BorrowedParts, check_fingerprint, fingerprint, is_plain
 from .vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
@@ -72,7 +72,7 @@ class Drafter(nn.Module):
         self.slot_tokens: torch.Tensor | None = None  # [S] the token after each position
         self.slot_values: torch.Tensor | None = None  # [S, kv_heads head_dim] of the last attention
         # Of the drafts that are being made:
-        self.kept: Kept | None = None
+        self.searched: Searched | None = None
         self.runs: torch.Tensor | None = None  # [B, T, C], and [B, 1, C] from the second pass on
         self.slots: torch.Tensor | None = None  # [B, C]
         self.ends: torch.Tensor | None = None  # [B] the row after each request's last
@@ -87,7 +87,7 @@ class Drafter(nn.Module):
             which = (self.most_starts - (self.ends - rows.to(self.ends)))[:, None, None]  # [B, 1, 1]
             which = which.expand(-1, 1, self.runs.shape[2])
             self.runs = self.runs.gather(1, which)
-            self.kept = Kept(self.kept.behind, self.kept.seen.gather(1, which))
+            self.searched = Searched(self.searched.behind, self.searched.seen.gather(1, which))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """The tokens [N] after the positions [N] of the states [N, d] -> the states after the cell [N, d]."""
@@ -128,8 +128,8 @@ class Drafter(nn.Module):
         is_own = rows >= starts[:-1, None]
         rows = torch.where(is_own, rows, starts[:-1, None])
         last = positions[rows]  # [B, T]
-        self.kept, runs = keep(self.slot_tokens[self.slots], torch.zeros_like(last), last)
-        self.runs = followed(self.kept, runs, ids[rows])  # [B, T, C]
+        self.searched, runs = searched_text(self.slot_tokens[self.slots], torch.zeros_like(last), last)
+        self.runs = followed(self.searched, runs, ids[rows])  # [B, T, C]
         recalled = self._recalled()  # [B, T, 2 w]
         everywhere = recalled.new_zeros(len(ids), recalled.shape[-1])
         everywhere[rows[is_own]] = recalled[is_own]
@@ -138,7 +138,7 @@ class Drafter(nn.Module):
     def _recalled_later(self, ids: torch.Tensor) -> torch.Tensor:
         """[N, 2 w] of which rows beyond the requests are filling."""
         count = len(self.runs)
-        self.runs = followed(self.kept, self.runs, ids[:count, None])
+        self.runs = followed(self.searched, self.runs, ids[:count, None])
         return F.pad(self._recalled()[:, 0], (0, 0, 0, len(ids) - count))
 
     def _recalled(self) -> torch.Tensor:

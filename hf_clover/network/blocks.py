@@ -127,7 +127,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Kept(NamedTuple):
+class Searched(NamedTuple):
     """A text as drafts find it again. Each of T states sees an unbroken stretch of its columns."""
 
     behind: torch.Tensor  # [B, 1, C] the token that stands before each column, -1 for the first
@@ -145,24 +145,24 @@ def stretches(mask: torch.Tensor | None, tokens: torch.Tensor, states: int) -> t
     return first, first + visible.sum(-1) - 1
 
 
-def keep(tokens: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> tuple[Kept, torch.Tensor]:
+def searched_text(tokens: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> tuple[Searched, torch.Tensor]:
     """`tokens` [B, C] came with the columns' states and follow them. Also the runs [B, T, C], as in `followed`, up to
     the token before the one that came with a state's last column."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
     seen = (columns > first[..., None]) & (columns <= last[..., None])  # [1 or B, T, C]
-    kept = Kept(F.pad(tokens[:, None, :-1], (1, 0), value=-1), seen)
+    searched = Searched(F.pad(tokens[:, None, :-1], (1, 0), value=-1), seen)
     runs = torch.zeros(len(tokens), *seen.shape[1:], dtype=torch.int32, device=tokens.device)
     for back in range(LONGEST_RUN - 1, 0, -1):
         place = last - back  # [1 or B, T]
         token = tokens.gather(1, place.clamp(min=0).expand(len(tokens), -1))
-        runs = followed(kept, runs, torch.where(place < first, -2, token))
-    return kept, runs
+        runs = followed(searched, runs, torch.where(place < first, -2, token))
+    return searched, runs
 
 
-def followed(kept: Kept, runs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def followed(searched: Searched, runs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """How many tokens up to `tokens` [B, T] stand in the same order right before each column [B, T, C], R at most,
     from what that is without them."""
-    same = (kept.behind == tokens[..., None]) & kept.seen
+    same = (searched.behind == tokens[..., None]) & searched.seen
     return ((F.pad(runs[..., :-1], (1, 0)) + 1) * same).clamp_(max=LONGEST_RUN)
 
 
@@ -185,9 +185,9 @@ def places_along(
     found: list[list[torch.Tensor]] = [[] for _ in range(levels)]
     for start in range(0, tokens.shape[1], at_once):
         part = slice(start, start + at_once)
-        kept, runs = keep(text, first[:, part], last[:, part])
+        searched, runs = searched_text(text, first[:, part], last[:, part])
         for level in range(levels):
-            runs = followed(kept, runs, ahead[:, start + level :][:, : runs.shape[1]])
+            runs = followed(searched, runs, ahead[:, start + level :][:, : runs.shape[1]])
             found[level].append(last_place(runs))
     return [torch.cat(places, dim=1) for places in found]
 
@@ -298,13 +298,13 @@ __all__ = [
     "CloverRMSNorm",
     "EntryProjector",
     "GatedDecoder",
-    "Kept",
     "MLPDecoder",
     "ResidualBlock",
+    "Searched",
     "followed",
-    "keep",
     "last_place",
     "places_along",
+    "searched_text",
     "started_linear",
     "stretches",
     "values_at",
