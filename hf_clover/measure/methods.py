@@ -1,0 +1,109 @@
+"""Ways to generate that are measured side by side: plainly, with heads, with packed weights, by prompt lookup."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..network.modeling_clover import CloverHeads
+from ..network.packing import pack_for_cpu
+from ..network.variants import CHOICES
+
+PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
+
+
+@dataclass
+class Method:
+    """A way to generate: keywords for `generate`, under a name for tables and legends."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    nodes: int | None = None  # drafted per step; None: automatic
+    tree: str | None = None  # None: the heads' own
+    is_exact: bool = True  # whether sampling promises the tokens of plain sampling from the same seed
+    target: PreTrainedModel | None = None  # in place of the one that is measured
+
+    @property
+    def heads(self) -> CloverHeads | None:
+        assistant = self.options.get("assistant_model")
+        return assistant if getattr(getattr(assistant, "config", None), "model_type", None) == "clover" else None
+
+    @contextmanager
+    def applied(self) -> Iterator[dict[str, Any]]:
+        """The keywords, with the heads set to this method's tree."""
+        options = dict(self.options) if self.nodes is None else {**self.options, "num_assistant_tokens": self.nodes}
+        if self.heads is None or self.tree is None:
+            yield options
+            return
+        before = self.heads.config.draft_tree
+        self.heads.config.draft_tree = self.tree
+        try:
+            yield options
+        finally:
+            self.heads.config.draft_tree = before
+
+
+def plain() -> Method:
+    return Method("plain")
+
+
+def with_heads(
+    heads: CloverHeads, name: str | None = None, nodes: int | None = None, tree: str | None = None
+) -> Method:
+    return Method(name or heads.config.variant, {"assistant_model": heads}, nodes, tree)
+
+
+def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
+    """The same with packed weights, of copies."""
+    packed_target = copy.deepcopy(target)
+    pack_for_cpu(packed_target)
+    copies: dict[CloverHeads | None, CloverHeads] = {}
+    found = []
+    for method in methods:
+        options = method.options
+        if method.heads is not None:
+            if method.heads not in copies:
+                copies[method.heads] = copy.deepcopy(method.heads)
+                pack_for_cpu(copies[method.heads])
+            options = {**options, "assistant_model": copies[method.heads]}
+        found.append(replace(method, name=f"{method.name}, packed", options=options, target=packed_target))
+    return found
+
+
+def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHeads] | None = None) -> Method:
+    """What to compare with: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other heads).
+
+    Heads may have a size and a tree behind their name: "NAME@8:HEADS", "NAME@7-chain:HEADS", "NAME@auto-levels:HEADS".
+
+    Args:
+        loaded: heads by their folder or id, and those that `text` may name without one ("heads@8"); what is not in it
+            is loaded and put there.
+    """
+    name, _, path = text.partition(":")
+    name, has_size, size = name.partition("@")
+    if text == "prompt-lookup":
+        return Method(text, {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}, is_exact=False)
+    loaded = {} if loaded is None else loaded
+    if not name or not (path or name in loaded):
+        raise ValueError(
+            f"`against={text!r}` is no method: it must be 'prompt-lookup', 'assistant:MODEL' or 'NAME:HEADS', such as "
+            "'medusa:my-medusa-heads', or with a fixed size 'medusa@8:my-medusa-heads'."
+        )
+    count, _, tree = (size if has_size else "auto").partition("-")
+    is_count = count == "auto" or (count.isdecimal() and int(count) > 0)
+    if not is_count or tree not in ("", *CHOICES["draft_tree"]) or (has_size and name == "assistant"):
+        raise ValueError(
+            f"`against={text!r}`: behind the `@` of heads stands a number of nodes or auto, and if wanted a tree "
+            f"({', '.join(CHOICES['draft_tree'])}), as in 'medusa@8:HEADS' or 'medusa@7-chain:HEADS'."
+        )
+    if name == "assistant":
+        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+        return Method(text, {"assistant_model": assistant}, is_exact=False)
+    if path and path not in loaded:
+        loaded[path] = CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device)
+    return with_heads(
+        loaded[path or name], name if path else None, None if count == "auto" else int(count), tree or None
+    )
