@@ -35,7 +35,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from ..decoding.record import Speculation, speculations
-from .methods import Method, packed, parse_method, plain, with_heads
+from .methods import Method, first_difference, packed, parse_method, plain, with_heads
 from .prompts import Question
 from .provenance import provenance
 from .whole_files import write_whole
@@ -313,9 +313,9 @@ def _differences(target: PreTrainedModel, run: _Run, plain_run: _Run) -> Iterato
     """Row, place and margin: where an answer first leaves plain generate's, and by how much the target prefers plain's
     token there."""
     for row, (mine, its) in enumerate(zip(run.answers, plain_run.answers)):
-        if mine == its:
+        place = first_difference(mine, its)
+        if place is None:
             continue
-        place = next((i for i, (a, b) in enumerate(zip(mine, its)) if a != b), min(len(mine), len(its)))
         margin = math.nan
         if place < min(len(mine), len(its)):
             ids = torch.tensor([plain_run.prompts[row] + its[:place]], device=target.device)

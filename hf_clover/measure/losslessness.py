@@ -36,7 +36,8 @@ from ..decoding.record import Speculation, speculations
 from ..decoding.support import rounding_tolerance
 from ..decoding.target_run import takes_positions
 from ..network.modeling_clover import CloverHeads
-from .benchmark import Method, batch_of, circumstances, with_heads
+from .benchmark import batch_of, circumstances
+from .methods import Method, first_difference, with_heads
 
 IDENTICAL, NUMERICS, BUG = "identical", "numerics", "BUG"
 LOOKED_BACK = 16  # tokens whose logits tell how much rounding there is
@@ -174,7 +175,8 @@ def explain(
     """
     pad = options.get("pad_token_id") or 0
     plain, heads = _of_one_length((plain, heads), pad)
-    places = {row: int(others.nonzero()[0]) for row, others in enumerate(plain != heads) if others.any()}
+    found = map(first_difference, plain.tolist(), heads.tolist())
+    places = {row: place for row, place in enumerate(found) if place is not None}
     if not places:
         return []
     end = max(places.values()) + 1

@@ -1,4 +1,4 @@
-"""Ways to generate that are measured side by side: plainly, with heads, with packed weights, by prompt lookup."""
+"""Ways to generate that are compared: plainly, with heads, with packed weights, by prompt lookup; and where two part."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -107,3 +107,10 @@ def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHea
     return with_heads(
         loaded[path or name], name if path else None, None if count == "auto" else int(count), tree or None
     )
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts part, or the shorter one ends; None where they are the same."""
+    shorter = min(len(one), len(other))
+    end = shorter if len(one) != len(other) else None
+    return next((place for place in range(shorter) if one[place] != other[place]), end)
