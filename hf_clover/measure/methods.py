@@ -1,4 +1,4 @@
-"""Ways to generate that are compared: plainly, with heads, with packed weights, by prompt lookup; and where two part."""
+"""Ways to generate that are compared: plainly, with heads, with packed weights, by prompt lookup. Where two part."""
 
 import copy
 from collections.abc import Iterator, Sequence
