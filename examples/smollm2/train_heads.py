@@ -74,11 +74,13 @@ def benchmarks_of(files: list[Path]) -> list[dict[str, Any]]:
             how = f"{result['max_new_tokens']} new tokens, {picks}, {tree}"
             if "packed" in row["method"]:
                 how += ", packed weights"
-            for name, part in {"all categories": row, **row.get("categories", {})}.items():
+            parts = [({}, row), *(({"category": name}, part) for name, part in row.get("categories", {}).items())]
+            benchmark = {"prompts": f"{result['prompts']}, {how}", "precision": result["dtype"]}
+            benchmark |= {"baseline": "plain generate", **source, "rows": []}
+            for category, part in parts:
                 figures = {key: part[key] for key in ("tokens_per_forward", "speedup", "efficiency")}
-                benchmark = {"prompts": f"{result['prompts']}, {name}, {how}", "precision": result["dtype"]}
-                benchmark |= {"baseline": "plain generate", **source}
-                found.append({**benchmark, "rows": [{"batch_size": row["batch_size"], **figures}]})
+                benchmark["rows"].append({**category, "batch_size": row["batch_size"], **figures})
+            found.append(benchmark)
     return found
 
 

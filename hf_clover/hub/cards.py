@@ -8,7 +8,8 @@ network. Figures come from one dictionary, the results, whose sections are all o
 - `acceptance`: `by_head`, for each head the shares `top1` to `top5` and `top1_given_earlier` to `top5_given_earlier`
   that were measured, with `prompts` and `command`;
 - `benchmarks`: a list, each with `prompts`, `machine`, `precision`, `baseline`, `command` and `rows`, of which each
-  has a `batch_size` and what was measured of `tokens_per_forward`, `speedup` and `efficiency`;
+  has a `batch_size` and what was measured of `tokens_per_forward`, `speedup` and `efficiency`; of a part of the
+  prompts also its `category`;
 - `target`: `name`, `revision` and `fingerprint`, where an adapter was fitted to another target than its heads;
 - `regeneration`, of a dataset: `model`, `source` (id), `samples`, `failed`, `settings`, `command`, `versions`.
 
@@ -174,7 +175,7 @@ def _eval_results(words: Mapping[str, Any]) -> list[EvalResult]:
 
     for benchmark in words.get("benchmarks", []):
         conditions = {name: benchmark[name] for name in ("machine", "precision", "baseline")}
-        for row in benchmark.get("rows", []):
+        for row in (row for row in benchmark.get("rows", []) if "category" not in row):
             for name in (name for name in _SPEEDS if name in row):
                 label = f"{name.replace('_', ' ')}, batch size {row['batch_size']}"
                 add(benchmark["prompts"], name, label, row[name], batch_size=row["batch_size"], **conditions)

@@ -132,6 +132,18 @@ def test_what_was_not_measured_is_absent():
     assert "No speed has been measured" in text
 
 
+def test_categories_are_rows_of_one_table_and_not_of_the_index():
+    results = copy.deepcopy(RESULTS)
+    results["benchmarks"] = results["benchmarks"][:1]
+    whole = results["benchmarks"][0]["rows"][0]
+    results["benchmarks"][0]["rows"] = [whole, {**whole, "category": "coding", "speedup": 7.77}]
+    text = str(render("heads", "org/name", **{**BARE["heads"], "results": results}))
+    assert "| category | batch size | tokens per forward | speedup | efficiency |" in text
+    assert f"| all | {whole['batch_size']} |" in text
+    assert re.search(r"\| coding \| .* \| 7.77 \|", text)
+    assert "7.77" not in text.split("---")[1]
+
+
 @pytest.mark.parametrize("field", ["prompts", "machine", "precision", "baseline", "command"])
 def test_a_speed_without_its_conditions_is_refused(field, tmp_path):
     results = copy.deepcopy(RESULTS)

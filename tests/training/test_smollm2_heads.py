@@ -77,5 +77,5 @@ def test_a_benchmark_comes_onto_the_card(script, trained):
     write(result, trained / "measured.json")
     script.main(["answers.jsonl", "--output", str(trained / "heads"), "--benchmark", str(trained / "measured.json")])
     card = (trained / "heads" / "README.md").read_text()
-    assert "questions.jsonl, all categories, 8 new tokens, greedy, automatic trees" in card
+    assert "questions.jsonl, 8 new tokens, greedy, automatic trees" in card
     assert f"{result['rows'][1]['tokens_per_forward']:.2f}" in card
