@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
 from .live import LiveStreamer
 
@@ -78,11 +79,9 @@ class Conversation:
         """The ids of the conversation up to the answer that is wanted."""
         if self.tokenizer.chat_template is not None:
             messages = [*self.messages, {"role": "user", "content": text}]
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+            return prompt_ids(self.tokenizer, messages)
         if not self.ids:
-            return self.tokenizer(text)["input_ids"]
+            return prompt_ids(self.tokenizer, text)
         is_mid_line = not self.tokenizer.decode(self.ids[-8:]).endswith("\n")
         return self.ids + self.tokenizer("\n" * is_mid_line + text, add_special_tokens=False)["input_ids"]
 

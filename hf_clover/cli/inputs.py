@@ -58,13 +58,14 @@ def settings_of(tokenizer: Any, heads: Any, temperature: float, seed: int | None
     """Keywords for `generate`; the seed is set."""
     from transformers import set_seed
 
+    from ..measure.prompts import pad_id_of
+
     if seed is not None:
         set_seed(seed)
     settings: dict[str, Any] = {"do_sample": temperature > 0}
     if temperature > 0:
         settings["temperature"] = temperature
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    if pad is not None:
+    if (pad := pad_id_of(tokenizer)) is not None:
         settings["pad_token_id"] = pad
     if nodes is not None:
         if heads is None:

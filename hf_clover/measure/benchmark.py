@@ -36,7 +36,7 @@ from transformers.utils import logging
 
 from ..decoding.record import Speculation, speculations
 from .methods import Method, first_difference, packed, parse_method, plain, with_heads
-from .prompts import Question
+from .prompts import Question, pad_id_of
 from .provenance import provenance
 from .whole_files import write_whole
 
@@ -137,7 +137,7 @@ def measure(
     """
     if not methods or methods[0].name != "plain":
         raise ValueError("`methods` must begin with `plain()`: it is what the others are compared with.")
-    pad = next((p for p in (tokenizer.pad_token_id, tokenizer.eos_token_id) if p is not None), 0)
+    pad = pad_id_of(tokenizer) or 0
     groups = _groups(prompts, batch_size)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "pad_token_id": pad}
     if temperature > 0:

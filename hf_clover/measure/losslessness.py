@@ -38,6 +38,7 @@ from ..decoding.target_run import takes_positions
 from ..network.modeling_clover import CloverHeads
 from .benchmark import batch_of, circumstances
 from .methods import Method, first_difference, with_heads
+from .prompts import pad_id_of
 
 IDENTICAL, NUMERICS, BUG = "identical", "numerics", "BUG"
 LOOKED_BACK = 16  # tokens whose logits tell how much rounding there is
@@ -79,7 +80,7 @@ def verify(
 
     Returns: `verdict`, the worst of all, and a row a setting with its `differences`, empty where all is identical.
     """
-    pad = next((p for p in (tokenizer.pad_token_id, tokenizer.eos_token_id) if p is not None), 0)
+    pad = pad_id_of(tokenizer) or 0
     methods = [with_heads(heads, nodes=count, tree=tree) for count, tree in product(nodes, trees)]
     rows = []
     for cache, size in product(cache_implementations, batch_sizes):

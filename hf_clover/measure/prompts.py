@@ -51,8 +51,20 @@ class Question:
         for answer, turn in zip(answers, self.turns[1:]):
             messages += [{"role": "assistant", "content": answer}, *turn]
         if tokenizer.chat_template is None:
-            return tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            return prompt_ids(tokenizer, "\n\n".join(message["content"] for message in messages))
+        return prompt_ids(tokenizer, messages)
+
+
+def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a text as it is, or of messages through the chat template, up to where the answer begins."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def pad_id_of(tokenizer: Any) -> int | None:
+    """What rows of a batch are filled with: where there is no such token, the one that ends a text."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def load_prompts(name: str, tokenizer: Any, limit: int | None = None, split: str = "train") -> list[list[int]]:

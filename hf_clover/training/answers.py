@@ -31,6 +31,7 @@ from trl import maybe_convert_to_chatml
 
 from ..hub.push import write_results
 from ..making.loading import gguf_file_of
+from ..measure.prompts import prompt_ids
 from ..measure.provenance import provenance
 from .row_by_row import decode, own_random_numbers, own_seed
 from .storage import claim
@@ -90,7 +91,7 @@ class TargetAnswers:
         ids = {}
         for place, prompt in enumerate(prompts):
             try:
-                ids[place] = self._token_ids(prompt)
+                ids[place] = prompt_ids(self.tokenizer, prompt)
             except Exception as error:
                 yield place, error
         batch: list[int] = []
@@ -137,11 +138,6 @@ class TargetAnswers:
             options["custom_generate"] = partial(decode, numbers=numbers.to(self.model.device))
         sequences = self.model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)
         return tokenizer.batch_decode(sequences[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer(prompt)["input_ids"]
-        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 class EndpointAnswers:

@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
 from ..network.target_parts import special_tokens_of, unwrap
 from .data import prompts_of
@@ -85,12 +86,8 @@ class AcceptanceCallback(TrainerCallback):
         self._measured_at, self._measured = -1, dict[str, float]()
 
     def _token_ids(self, prompt: Any) -> list[int]:
-        tokenizer = self.trainer.processing_class
-        if isinstance(prompt, str):
-            return tokenizer(prompt)["input_ids"]
-        if isinstance(prompt[0], dict):
-            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-        return list(prompt)
+        is_text = isinstance(prompt, str) or isinstance(prompt[0], dict)
+        return prompt_ids(self.trainer.processing_class, prompt) if is_text else list(prompt)
 
     def on_evaluate(
         self,

@@ -28,6 +28,7 @@ from transformers.integrations.deepspeed import (
 )
 from transformers.utils import logging
 
+from ..decoding.target_run import capture_before_final_norm
 from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
@@ -47,7 +48,6 @@ class Teacher:
         self.model, self.heads = model, heads
         self.is_sharded = False
         heads.bind(model)
-        _, _, self._final_norm = find_decoder(unwrap(model))
         accepted = inspect.signature(unwrap(model).forward).parameters
         self._last_logit_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
@@ -99,20 +99,10 @@ class Teacher:
     def hidden_states(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """A batch as the collator makes it -> [B, T, d], the hidden states before the final norm."""
         captured: list[torch.Tensor] = []
-        if self._final_norm is not None:
-            hook = self._final_norm.register_forward_pre_hook(
-                lambda _, args, kwargs: captured.append(args[0] if args else next(iter(kwargs.values()))),
-                with_kwargs=True,
-            )
-        else:
-            decoder, _, _ = find_decoder(unwrap(self.model))
-            hook = decoder.register_forward_hook(lambda _, args, output: captured.append(output[0]))
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "hidden_states")}
         self.model.eval()
-        try:
+        with capture_before_final_norm(unwrap(self.model), captured):
             self.model(**inputs, use_cache=False, **self._last_logit_only)
-        finally:
-            hook.remove()
         return captured[-1].to(inputs["input_ids"].device)
 
     @torch.no_grad()
