@@ -7,8 +7,9 @@
 Contract: `draw(seed)` is one case, the same for the same seed: a target of tests/zoo.py in some dtype and attention,
 heads and their trees, a batch of prompts, processors, ways to stop, a cache, and one or more turns of a conversation.
 `run(case)` plays it plainly and with heads and says what was wrong. In float64, tokens, random numbers and a
-streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. In other
-dtypes decoding is greedy, and where tokens differ `hf_clover.measure.losslessness.explain` says whether it was
+streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. Targets
+with kernels of single precision are held to the same in float32, but for greedy answers to one prompt. For these, and
+in other dtypes, which are greedy, `hf_clover.measure.losslessness.explain` says of tokens that differ whether it was
 rounding. Drafts are in part planted (tests/oracle.py), so that every depth of acceptance occurs. Cases are numbered
 from `--seed` on; the state file holds the next number, counts per kind, and every case that failed, with how to repeat
 it.
@@ -308,7 +309,7 @@ def _what_differs(case: Case, target: PreTrainedModel, plain: Said, ours: Said, 
     for turn, (its, mine) in enumerate(zip(plain.sequences, ours.sequences, strict=True)):
         if torch.equal(its, mine):
             continue
-        if getattr(torch, case.dtype) is EXACT:
+        if getattr(torch, case.dtype) is EXACT or case.options["do_sample"] or len(case.turns) > 1:
             return f"turn {turn}: tokens\n{mine.tolist()}\ninstead of\n{its.tolist()}"
         batch = ragged_batch(VOCABULARY, tuple(case.lengths), case.seed)
         options = {**case.options, "max_new_tokens": case.turns[0][0]}
@@ -331,7 +332,7 @@ def _are_near(theirs: tuple[torch.Tensor, ...], recorded: tuple[torch.Tensor, ..
     """`single`: some of the target is computed in single precision, whatever its dtype."""
     if len(theirs) != len(recorded):
         return False
-    off = 1e-2 if single else 1e-4
+    off = 5e-3 if single else 1e-4  # plain forwards of GPT-Neo over one token and over several: up to 1.5e-3
     return all(torch.allclose(a, b, rtol=off, atol=off) for a, b in zip(theirs, recorded, strict=True))
 
 
