@@ -216,10 +216,10 @@ def read_table() -> tuple[str, dict[str, Row]]:
 
 WHAT_NO_LOOP_MENDS = """\
 Moshi's window is 64 tokens here, more than its texts have: beyond it its cache forgets what its mask still shows, and
-plain `generate` is used. Those of plain `generate` in any case are beyond any loop: CPM-Ant and XLM read the text both ways, so that a token changes what
-stands before it; XLM and XLNet are read at a placeholder behind the text, one place a forward; ProphetNet's cache
-takes one token at a time; RecurrentGemma keeps its states in its own modules, where a call cannot keep the one that
-it may need again."""
+plain `generate` is used. Those of plain `generate` in any case are beyond any loop: CPM-Ant and XLM read the text
+both ways, so that a token changes what stands before it; XLM and XLNet are read at a placeholder behind the text, one
+place a forward; ProphetNet's cache takes one token at a time; RecurrentGemma keeps its states in its own modules,
+where a call cannot keep the one that it may need again."""
 
 
 def write_table(rows: list[Row]) -> None:
