@@ -8,8 +8,8 @@ Contract: `draw(seed)` is one case, the same for the same seed: a target of test
 heads and their trees, a batch of prompts, processors, ways to stop, a cache, and one or more turns of a conversation.
 `run(case)` plays it plainly and with heads and says what was wrong. In float64, tokens, random numbers and a
 streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. Targets
-with kernels of single precision are held to the same in float32, but for greedy answers to one prompt. For these, and
-in other dtypes, which are greedy, `hf_clover.measure.losslessness.explain` says of tokens that differ whether it was
+with kernels of single precision are held to the same in float32 where they sample. Where they do not, and in other
+dtypes, which are greedy, `hf_clover.measure.losslessness.explain` says of tokens that differ whether it was
 rounding. Drafts are in part planted (tests/oracle.py), so that every depth of acceptance occurs. Cases are numbered
 from `--seed` on; the state file holds the next number, counts per kind, and every case that failed, with how to repeat
 it.
@@ -233,6 +233,7 @@ def heads_of(name: str, attention: str, dtype: str, variant: str, has_draft_voca
 class Said:
     """One conversation, turn by turn."""
 
+    prompts: list[dict[str, torch.Tensor]] = field(default_factory=list)
     sequences: list[torch.Tensor] = field(default_factory=list)
     events: list[Any] = field(default_factory=list)
     random: list[float] = field(default_factory=list)  # the next random number after each turn
@@ -295,6 +296,7 @@ def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth:
                 planting = planted(truth[turn], ids.shape[1], case.seed + turn)
         with planting:
             out = target.generate(input_ids=ids, attention_mask=mask, **options)
+        said.prompts.append({"input_ids": ids, "attention_mask": mask})
         said.sequences.append(out.sequences)
         said.scores.append((out.scores, out.logits))
         said.events += streamer.seen if streamer else []
@@ -309,11 +311,11 @@ def _what_differs(case: Case, target: PreTrainedModel, plain: Said, ours: Said, 
     for turn, (its, mine) in enumerate(zip(plain.sequences, ours.sequences, strict=True)):
         if torch.equal(its, mine):
             continue
-        if getattr(torch, case.dtype) is EXACT or case.options["do_sample"] or len(case.turns) > 1:
+        if getattr(torch, case.dtype) is EXACT or case.options["do_sample"]:
             return f"turn {turn}: tokens\n{mine.tolist()}\ninstead of\n{its.tolist()}"
-        batch = ragged_batch(VOCABULARY, tuple(case.lengths), case.seed)
-        options = {**case.options, "max_new_tokens": case.turns[0][0]}
-        differences = explain(target, batch, its, mine, options)
+        options = {**case.options, "max_new_tokens": case.turns[turn][0]}
+        options |= {"logits_processor": LogitsProcessorList([Pushes()])} if case.own_processor else {}
+        differences = explain(target, plain.prompts[turn], its, mine, options)
         outcome.numerics += len(differences)
         bugs = [difference for difference in differences if difference.verdict == BUG]
         return "\n".join(map(str, bugs)) or None
