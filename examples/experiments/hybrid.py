@@ -89,8 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=120, help="of learning by heart")
     parser.add_argument("--tokens", type=int, default=100, help="of an answer")
     parser.add_argument("--prompts", type=int, default=8, help="that are timed, of 24 that are learned")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts at once; `--prompts` counts batches")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="where the JSON goes")
     args = parser.parse_args(argv)
+    if (args.prompts + 1) * args.batch_size > 24:
+        parser.error(f"--prompts {args.prompts} and one to warm up, --batch-size {args.batch_size}: 24 are learned")
     torch.manual_seed(0)
     target = make_target(args.width, args.layers, args.vocab_size)
     prompts = torch.randint(2, args.vocab_size, (24, 4))
@@ -103,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for nodes in (None, 2, 4, 8):
         plain, ours, new, forwards = 0.0, 0.0, 0, 0
         for number in range(args.prompts + 1):  # the first warms up, and is tried
-            inputs = dict(input_ids=prompts[number : number + 1], attention_mask=torch.ones(1, 4, dtype=torch.long))
+            some = prompts[number * args.batch_size :][: args.batch_size]
+            inputs = dict(input_ids=some, attention_mask=torch.ones_like(some))
             started = time.perf_counter()
             wanted = target.generate(**inputs, **options)
             between = time.perf_counter()
@@ -120,8 +124,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(rows[-1], flush=True)
     settings = {name: value for name, value in vars(args).items() if name != "output"}
     settings["parameters"] = sum(weight.numel() for weight in target.parameters())
+    name = "hybrid" if args.batch_size == 1 else f"hybrid-{args.batch_size}-rows"
     result = {"kind": "experiment", "name": "hybrid", "question": QUESTION, "settings": settings, **provenance()}
-    write({**result, "date": datetime.date.today().isoformat(), "rows": rows}, args.output / "hybrid.json")
+    write(
+        {**result, "date": datetime.date.today().isoformat(), "rows": rows},
+        args.output / f"hybrid{f'-{args.batch_size}-rows' if args.batch_size > 1 else ''}.json",
+    )
 
 
 if __name__ == "__main__":
