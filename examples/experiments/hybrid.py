@@ -126,10 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings["parameters"] = sum(weight.numel() for weight in target.parameters())
     name = "hybrid" if args.batch_size == 1 else f"hybrid-{args.batch_size}-rows"
     result = {"kind": "experiment", "name": "hybrid", "question": QUESTION, "settings": settings, **provenance()}
-    write(
-        {**result, "date": datetime.date.today().isoformat(), "rows": rows},
-        args.output / f"hybrid{f'-{args.batch_size}-rows' if args.batch_size > 1 else ''}.json",
-    )
+    write({**result, "date": datetime.date.today().isoformat(), "rows": rows}, args.output / f"{name}.json")
 
 
 if __name__ == "__main__":
