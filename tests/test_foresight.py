@@ -1,17 +1,21 @@
 """Drafts that know the dice: the same text, and more of it accepted."""
 
+import random
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from fitting import fit
+from oracle import PlantingGenerator
 from test_static import Graphs, graphs  # noqa: F401  (a fixture)
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import heads_run
-from hf_clover.decoding.foresight import Foresight, foresee
+from hf_clover.decoding.drafting import grow_in_shape
+from hf_clover.decoding.foresight import Foresight, Unwalked, foresee
 from hf_clover.decoding.state import Text
 
 VOCABULARY = 16
@@ -132,3 +136,56 @@ def test_rows_at_one_token():
         out = target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
     assert torch.equal(out.sequences, truth.sequences)
     assert out.speculation.target_forwards < 8
+
+
+# ---------------------------------------------------------------------- rows that wait for each other
+
+
+def test_what_was_not_walked_is_marked_as_far_as_the_row_got():
+    """Of a chain 1 2 3 the target says 2, then 5: known are 2 and 5 where the last token is 1, and nothing else."""
+    logits = torch.zeros(2, 3, VOCABULARY)
+    logits[:, 0, 2] = logits[:, 1, 5] = logits[:, 2, 7] = 9.0
+    noise = torch.zeros(2, 4, VOCABULARY)
+    unwalked = Unwalked(torch.tensor([[1, 2, 3]] * 2), logits)
+    unwalked.mark(noise, torch.tensor([1, 4]), temperature=1.0)
+    assert noise.nonzero().tolist() == [[0, 0, 2], [0, 1, 5]]
+    drafted = Foresight(noise, 1.0).weigh(1, torch.linspace(9, -9, VOCABULARY)[None, None].expand(2, 1, -1), None)
+    assert drafted.argmax(-1).tolist() == [[5], [0]]  # however little the heads think of it
+    assert drafted[0].softmax(-1).max() > 0.999
+
+
+class UnsureGenerator(PlantingGenerator):
+    """Of every drafted token, the right one in two of three cases."""
+
+    def draft(self, nodes, shape=None, foresight=None):
+        def expand(level, chosen, tokens):
+            logits = torch.zeros(len(self.place), 1, VOCABULARY)
+            for row, place in enumerate(self.place):
+                if place + level < self.truth.shape[1] and self.rng.random() < 2 / 3:
+                    logits[row, 0, self.truth[row, place + level]] = 5.0
+            return logits
+
+        return grow_in_shape(self.heads, expand, self.roots, nodes, shape, foresight) if nodes else super().draft(0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", ["bloom", "lfm2", "qwen3_next"])
+def test_rows_that_wait_draft_what_they_know(name, sampled):
+    """Four rows that are right at different places: the same text, in fewer forwards."""
+    target = build(name, vocab_size=VOCABULARY).float()
+    heads = CloverHeads.from_target(target)
+    common = {**ragged_batch(VOCABULARY, (7, 5, 7, 6)), "max_new_tokens": NEW, "do_sample": sampled}
+    speculative = {"assistant_model": heads, "num_assistant_tokens": 4, "return_dict_in_generate": True}
+    torch.manual_seed(1)
+    truth = target.generate(**common)
+    forwards = []
+    for forget in (nullcontext(), mock.patch.object(Unwalked, "mark", lambda *_: None)):
+        fields = {"truth": truth, "rng": random.Random(0), "start": 7}
+        generator = type("Unsure", (UnsureGenerator,), fields)
+        torch.manual_seed(1)
+        with forget, mock.patch.object(heads_run, "CloverCandidateGenerator", generator):
+            out = target.generate(**common, **speculative)
+        assert torch.equal(out.sequences, truth)
+        forwards.append(out.speculation.target_forwards)
+    keeping, forgetting = forwards
+    assert keeping < 0.9 * forgetting

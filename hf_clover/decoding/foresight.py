@@ -1,13 +1,16 @@
-"""The random numbers that plain generate is about to use, so that drafts can be what they will pick.
+"""What is known of the next tokens before they are drafted, so that drafts can be what will be picked.
+
+Two things are: the random numbers that plain generate is about to use, and, where the rows of a batch go at the pace of
+the slowest, what the target said behind the node at which the last walk had to end.
 
 Contract: a sampled token is a function of the target's logits and of the random numbers drawn at its place in the
 text, and of nothing else: what is drafted decides which tokens are found early, never which tokens they are. So a
 draft may look ahead. `torch.multinomial` picks the largest p / e, with e drawn from an exponential distribution; the
 drafter ranks its own p by the same e, and two distributions that are alike then agree far more often than two rolls
 of two dice would. The generator itself is not touched. Were a version of torch to draw in another way, drafts would
-be worse and the text the same.
+be worse and the text the same. The same holds for what was not walked: it is drafted, and verified once more.
 
-Shapes: B batch, D levels of a tree, W beams, V vocabulary, U draft vocabulary.
+Shapes: B batch, D levels of a tree, W beams, V vocabulary, U draft vocabulary, m nodes that were not walked.
 """
 
 import math
@@ -16,8 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from .state import Text, random_state
+from .tree import Tree
 
 LEAST = 0.001  # of the best token's probability: what is under it in the draft is no guess, however lucky
+KNOWN = -1e4  # log noise of a token that will be picked: whatever the heads say of it, no other comes near
 
 
 @dataclass
@@ -30,19 +35,52 @@ class Foresight:
         noise = self.log_noise[:, level, None]  # [B, 1, V]
         noise = noise if vocabulary is None else noise[..., vocabulary]  # [B, 1, U]
         log_probs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
-        hopeless = log_probs < log_probs.amax(-1, keepdim=True) + math.log(LEAST)
-        return (log_probs - noise[..., : logits.shape[-1]]).masked_fill(hopeless, -torch.inf)
+        noise = noise[..., : logits.shape[-1]]
+        hopeless = (log_probs < log_probs.amax(-1, keepdim=True) + math.log(LEAST)) & (noise > KNOWN)
+        return (log_probs - noise).masked_fill(hopeless, -torch.inf)
 
 
-def foresee(text: Text, levels: int, vocab_size: int) -> Foresight | None:
-    """What the next `levels` tokens will be drawn with; None where nothing is, or rows draw at different tokens."""
-    if not text.config.do_sample or not text.in_lockstep:
+@dataclass
+class Unwalked:
+    """The rest of a chain whose walk ended because one row of several had no draft there. Where another row had one,
+    the target has said already what comes after it."""
+
+    tokens: torch.Tensor  # [B, m]
+    logits: torch.Tensor  # [B, m, V]
+
+    @classmethod
+    def behind(cls, chain: Tree, logits: torch.Tensor, walked: int) -> "Unwalked":
+        """`walked` nodes of `chain`, of each row, with logits [B, n, V]."""
+        return cls(chain.tokens[:, walked:], logits[:, walked:])
+
+    def mark(self, log_noise: torch.Tensor, last_tokens: torch.Tensor, temperature: float) -> None:
+        """Write into `log_noise` [B, D, V] which tokens come after `last_tokens` [B], as far as the chain goes."""
+        levels = min(log_noise.shape[1], self.tokens.shape[1])
+        noise, tokens = log_noise[:, :levels], self.tokens[:, :levels].to(log_noise.device)
+        logits = self.logits[:, :levels].to(log_noise.device).float()
+        picks = (logits / temperature - noise).argmax(-1)  # [B, levels]
+        nodes = torch.cat((last_tokens[:, None], picks[:, :-1]), dim=1)  # [B, levels] that they are picked at
+        is_known = (nodes == tokens).cumprod(1).bool()[..., None]  # [B, levels, 1]
+        picks = picks[..., None]  # [B, levels, 1]
+        noise.scatter_(2, picks, torch.where(is_known, KNOWN, noise.gather(2, picks)))
+
+
+def foresee(text: Text, levels: int, vocab_size: int, unwalked: Unwalked | None = None) -> Foresight | None:
+    """What the next `levels` tokens will be picked with; None where nothing is known of it: nothing is drawn, or rows
+    draw at different tokens, and nothing was left `unwalked`."""
+    draws = text.config.do_sample and text.in_lockstep
+    if not draws and unwalked is None:
         return None
     input_ids = text.input_ids[0]  # [B, L]
-    device = input_ids.device
-    generator = torch.Generator(device)
-    generator.set_state(random_state(device))
-    noise = torch.empty(levels, len(input_ids), vocab_size, device=device)
-    for level in noise:  # one token after the other, as they will be drawn
-        level.exponential_(1, generator=generator)
-    return Foresight(noise.log_().transpose(0, 1), text.config.temperature or 1.0)
+    device, temperature = input_ids.device, (text.config.temperature or 1.0) if draws else 1.0
+    noise = torch.zeros(levels, len(input_ids), vocab_size, device=device)
+    if draws:
+        generator = torch.Generator(device)
+        generator.set_state(random_state(device))
+        for level in noise:  # one token after the other, as they will be drawn
+            level.exponential_(1, generator=generator)
+        noise.log_()
+    noise = noise.transpose(0, 1)  # [B, D, V]
+    if unwalked is not None:
+        unwalked.mark(noise, input_ids[:, -1], temperature)
+    return Foresight(noise, temperature)

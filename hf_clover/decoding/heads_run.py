@@ -20,7 +20,7 @@ from .chain import ChainRun
 from .copying import Copies
 from .draft_graph import graphed_drafter, pays
 from .drafting import CloverCandidateGenerator
-from .foresight import foresee
+from .foresight import Unwalked, foresee
 from .state import Text
 from .static_drafting import compiled_drafter
 from .support import warn
@@ -38,6 +38,7 @@ class HeadsRun:
         budget.has_fixed_reach = run.is_compiled
         most = heads.config.draft_copies if (run.shape or heads.config.draft_tree) != "chain" else 0
         self.copies = Copies([row.tolist() for row in text.rows()], most) if most else None
+        self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
@@ -71,8 +72,8 @@ class HeadsRun:
         positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
         self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
 
-    def take_in(self, paths: Sequence[Sequence[int]]) -> None:
-        """Every walked node, each with the token emitted at it."""
+    def take_in(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
+        """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
         text, run = self.text, self.run
         if text.found_no_drafts and not self.drafter.is_broken:  # which the walk sees at no cost
             self.drafter.is_broken = True
@@ -80,6 +81,8 @@ class HeadsRun:
         if text.done and not run.keeps_cache:
             return
         counts = [len(path) for path in paths]
+        waited = run.shape == "chain" and len(paths) > 1 and counts[0] < tree.size
+        self.unwalked = Unwalked.behind(tree, logits, counts[0]) if waited else None
         longest, device = max(counts), run.hidden.device
         hidden = run.hidden[:, :longest]  # [B, m, d]
         if any(path != list(range(len(path))) for path in paths):
@@ -99,7 +102,8 @@ class HeadsRun:
         text, lengths, unfinished = self.text, self.run.cache.lengths, self.text.unfinished
         nodes = self.budget.ask(len(unfinished), max(lengths), self.run.replayed)
         nodes = 0 if self.run.must_settle else nodes
-        foresight = foresee(text, min(nodes, self.drafter.config.draft_depth), vocab_size) if nodes else None
+        levels = min(nodes, self.drafter.config.draft_depth)
+        foresight = foresee(text, levels, vocab_size, self.unwalked) if nodes else None
         tree = self.drafter.draft(nodes, self.run.shape, foresight)
         if self.copies is not None:
             self.copies.take_in(text.take_fresh())

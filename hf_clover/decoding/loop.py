@@ -75,7 +75,7 @@ def speculate(
                 emitted = text.emitted
                 paths = walk(tree, logits, text)  # of each running row, the walked nodes
                 run.commit(paths)
-            ours.take_in(paths)
+            ours.take_in(paths, tree, logits)
             walked = [paths[row] for row in rows]
             stats.count(tree.size, walked, text.emitted - emitted)
             budget.learn(tree, walked, drafting.seconds, time.perf_counter() - drafting.ended)
