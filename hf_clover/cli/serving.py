@@ -28,6 +28,9 @@ def serve(
     Chat and text completions and responses, streamed or not, one request after the other. Clients name the model as
     --target does ("stand-in" without it). Needs the extra `serve`.
 
+    Move to an engine with continuous batching, such as vLLM, once more requests wait on average than a forward gives
+    tokens (`GET /speculation` counts them); examples/scaling/README.md says why, and docs/vllm.md how.
+
     Example: hf-clover serve --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x --port 8000
     """
     if continuous_batching:
