@@ -40,6 +40,7 @@ def _refuse_sampling_where_it_is_wrong() -> None:
     """On a CPU, vLLM 0.32.0 spreads the requests' temperatures over drafted tokens into a copy that it drops, and
     divides logits by what lies in memory, with any drafts (docs/vllm.md). Its own check of requests is asked first."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError  # which its server answers with 400
     from vllm.platforms import current_platform
 
     checked = SamplingParams._validate_spec_decode
@@ -55,7 +56,7 @@ def _refuse_sampling_where_it_is_wrong() -> None:
         checked(self, speculative_config)
         draft = getattr(speculative_config, "draft_model_config", None)
         if self.temperature > 0 and isinstance(getattr(draft, "hf_config", None), DraftConfig):
-            raise ValueError(
+            raise VLLMValidationError(
                 f"temperature={self.temperature}: on a CPU this vLLM samples wrongly wherever tokens are drafted "
                 "(its kernel that spreads temperatures returns nothing). Ask for temperature=0, or leave "
                 "`speculative_config` out."

