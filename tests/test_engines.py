@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from hf_clover.engines.vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
+from hf_clover.engines.vllm_takes import why_not
+from hf_clover.hub.cards import render
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -25,6 +27,18 @@ def test_what_can_be_drafted_with():
     check_run(config, run_of(tokens=config.draft_depth))
     check_run(config, run_of(drop=False, caching=False))
     assert (config.model_type, config.n_predict) == ("mtp", 1)
+
+
+def test_cards_say_how_where_they_can():
+    """Of what is saved, which holds what differs from a default, and of heads that vLLM refuses nothing."""
+    saved = {"variant": "clover-x", "num_heads": 5, "target_name_or_path": "org/target"}
+    card = str(render("heads", "org/heads", config=saved))
+    command = 'vllm serve org/target --speculative-config \'{"model": "org/heads", "num_speculative_tokens": 4}\''
+    assert command in card
+    for other in (saved | {"variant": "clover-2"}, saved | {"rope_parameters": {"rope_type": "longrope"}}):
+        assert why_not(other) is not None
+        assert "vllm" not in str(render("heads", "org/heads", config=other))
+    assert "vllm" not in str(render("heads", "org/heads", subfolder="small", config=saved)), "it takes no subfolder"
 
 
 @pytest.mark.parametrize("variant", ["clover", "clover-2", "medusa"])

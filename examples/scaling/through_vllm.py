@@ -161,9 +161,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     some = prompts[: max(args.requests, at_once)]
                     run = asyncio.run(ask_all(address, some, at_once, args.max_new_tokens))
                     runs.setdefault((name, at_once), []).append(run)
-                    print(
-                        f"{repeat + 1}/{args.repeats} {name}, {at_once} at once: {run['tokens_per_second']:.1f} tokens/s"
-                    )
+                    speed = f"{run['tokens_per_second']:.1f} tokens/s"
+                    print(f"{repeat + 1}/{args.repeats} {name}, {at_once} at once: {speed}", flush=True)
     rows = [summary(runs["plain", at_once], runs["heads", at_once], at_once) for at_once in args.concurrency]
     result = {
         "kind": "serving",

@@ -1,7 +1,7 @@
 """What is known of the next tokens before they are drafted, so that drafts can be what will be picked.
 
-Two things are: the random numbers that plain generate is about to use, and, where the rows of a batch go at the pace of
-the slowest, what the target said behind the node at which the last walk had to end.
+Two things are: the random numbers that plain generate is about to use, and, where the rows of a batch go at the pace
+of the slowest, what the target said behind the node at which the last walk had to end.
 
 Contract: a sampled token is a function of the target's logits and of the random numbers drawn at its place in the
 text, and of nothing else: what is drafted decides which tokens are found early, never which tokens they are. So a

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..network.configuration_clover import CloverConfig
+from .vllm_takes import why_not
 
 HOOKS = ("set_skip_topk(False)", "set_skip_topk(True)", "compact_topk_indices(token_indices_to_sample)")
-WANTED = {"output_projector": "none", "decoder": "gated", "normalize_hidden_states": True, "regressive": True}
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # the others change as a text grows
 
 
 class DraftConfig(CloverConfig):
@@ -77,20 +76,8 @@ def check_hooks(propose: Callable) -> None:
 
 
 def check_heads(config: CloverConfig) -> None:
-    for field, value in WANTED.items():
-        if getattr(config, field) != value:
-            raise ValueError(
-                f"vLLM drafts with clover-x heads, and these are {config.variant} with {field}="
-                f"{getattr(config, field)!r}, not {value!r}. Use them with transformers' `generate`, or train "
-                "clover-x heads for this target."
-            )
-    if config.decoder_position == "before" or config.augmenting_block not in ("full", "attention"):
-        raise ValueError(
-            "vLLM drafts with heads that have attention in their block and a cell at every token, not with "
-            f"decoder_position={config.decoder_position!r} and augmenting_block={config.augmenting_block!r}."
-        )
-    if (kind := config.rope_parameters["rope_type"]) not in FIXED_ROPE:
-        raise ValueError(f"These heads' rope_type={kind!r} changes as a text grows; in vLLM it is {FIXED_ROPE}.")
+    if reason := why_not(config.to_dict()):
+        raise ValueError(reason)
 
 
 def check_run(config: CloverConfig, vllm_config: Any) -> None:

@@ -16,6 +16,7 @@ network. Figures come from one dictionary, the results, whose sections are all o
 What is not in it is not on the card. A benchmark that does not say how it came about is refused.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..engines.vllm_takes import why_not
+
 MARKER = "Written by hf_clover from the files beside it, and again with the next push. Without this line it is yours."
 TAGS = ["clover", "speculative-decoding"]
 _TEMPLATES = {
@@ -33,6 +36,7 @@ _TEMPLATES = {
     "adapter": ("adapter.md", "measured.md"),
     "dataset": ("dataset.md",),
 }
+VLLM_DRAFTS = 4  # in the command that a card shows
 _PROVENANCE = ("prompts", "machine", "precision", "baseline", "command")
 _SPEEDS = ("tokens_per_forward", "speedup", "efficiency")
 _SHARES = tuple(f"top{k}{given}" for given in ("", "_given_earlier") for k in range(1, 6))
@@ -78,6 +82,8 @@ def render(
         words |= _named("base", adapter.get("base_model_name_or_path") or "heads")
     elif target is None:
         words["target"] = "target"
+    if kind == "heads" and not subfolder and config.get("variant") and why_not(config) is None:
+        words["in_vllm"] = json.dumps({"model": repo_id, "num_speculative_tokens": VLLM_DRAFTS})
     measured = {share for head in acceptance.get("by_head", []) for share in head}
     words["acceptance_columns"] = [share for share in _SHARES if share in measured]
     words["training_rows"] = _training_rows(training)

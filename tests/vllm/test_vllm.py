@@ -70,9 +70,7 @@ def test_one_at_a_time_and_from_shared_prefixes(plain, drafting, prompts):
 
 
 def test_sampling_is_refused_where_vllm_does_it_wrongly(drafting, prompts):
-    with pytest.raises(
-        vllm.exceptions.VLLMValidationError, match="temperature=1.0: on a CPU this vLLM samples wrongly"
-    ):
+    with pytest.raises(vllm.exceptions.VLLMValidationError, match=r"temperature=1.0: on a CPU this vLLM"):
         texts(drafting, prompts, temperature=1.0)
 
 
