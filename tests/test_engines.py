@@ -13,20 +13,25 @@ from hf_clover.hub.cards import render
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
-def run_of(tokens=4, drop=True, caching=True, **parallel):
+def run_of(tokens=4, drop=True, caching=True, method="mtp", **parallel):
+    speculative = {"num_speculative_tokens": tokens, "disable_eagle_block_drop": not drop, "method": method}
     return SimpleNamespace(
-        speculative_config=SimpleNamespace(num_speculative_tokens=tokens, disable_eagle_block_drop=not drop),
+        speculative_config=SimpleNamespace(**speculative),
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(enable_prefix_caching=caching),
     )
 
 
-def test_what_can_be_drafted_with():
-    config = DraftConfig(variant="clover-x", **SIZES)
+@pytest.mark.parametrize(("variant", "method"), [("clover-x", "mtp"), ("clover-2", "eagle3"), ("clover", "eagle3")])
+def test_what_can_be_drafted_with(variant, method):
+    config = DraftConfig(variant=variant, **SIZES)
     check_heads(config)
-    check_run(config, run_of(tokens=config.draft_depth))
-    check_run(config, run_of(drop=False, caching=False))
-    assert (config.model_type, config.n_predict) == ("mtp", 1)
+    check_run(config, run_of(tokens=config.draft_depth, method=method))
+    check_run(config, run_of(tokens=2, drop=False, caching=False, method=method))
+    assert config.model_type == ("mtp" if method == "mtp" else "clover")  # by "mtp" vLLM chooses that method itself
+    other = {"mtp": "eagle3", "eagle3": "mtp"}[method]
+    with pytest.raises(ValueError, match=f'method="{other}": {variant} heads read .* Put "method": "{method}" into'):
+        check_run(config, run_of(method=other))
 
 
 def test_cards_say_how_where_they_can():
@@ -35,20 +40,18 @@ def test_cards_say_how_where_they_can():
     card = str(render("heads", "org/heads", config=saved))
     command = 'vllm serve org/target --speculative-config \'{"model": "org/heads", "num_speculative_tokens": 4}\''
     assert command in card
-    for other in (saved | {"variant": "clover-2"}, saved | {"rope_parameters": {"rope_type": "longrope"}}):
+    of_clover = str(render("heads", "org/heads", config=saved | {"variant": "clover", "num_heads": 3}))
+    assert '{"method": "eagle3", "model": "org/heads", "num_speculative_tokens": 3}' in of_clover
+    for other in (saved | {"variant": "medusa"}, saved | {"rope_parameters": {"rope_type": "longrope"}}):
         assert why_not(other) is not None
         assert "vllm" not in str(render("heads", "org/heads", config=other))
     assert "vllm" not in str(render("heads", "org/heads", subfolder="small", config=saved)), "it takes no subfolder"
 
 
-@pytest.mark.parametrize("variant", ["clover", "clover-2", "medusa"])
-def test_other_variants_are_refused(variant):
-    with pytest.raises(ValueError, match=f"vLLM drafts with clover-x heads, and these are {variant} with"):
-        check_heads(DraftConfig(variant=variant, **SIZES))
-
-
-def test_heads_that_differ_are_refused():
-    with pytest.raises(ValueError, match="not with decoder_position='both' and augmenting_block='mlp'"):
+def test_heads_that_vllm_cannot_run_are_refused():
+    with pytest.raises(ValueError, match="these are medusa with augmenting_block='none' and regressive=True"):
+        check_heads(DraftConfig(variant="medusa", **SIZES))
+    with pytest.raises(ValueError, match="these are clover-x with augmenting_block='mlp' and regressive=True"):
         check_heads(DraftConfig(variant="clover-x", augmenting_block="mlp", recall=False, **SIZES))
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(ValueError, match="rope_type='dynamic' changes as a text grows"):

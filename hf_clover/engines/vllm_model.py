@@ -27,6 +27,11 @@ from ..network.target_parts import BorrowedParts, check_fingerprint, fingerprint
 from .vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
 
 
+def heads_config(vllm_config: VllmConfig) -> DraftConfig:
+    config = vllm_config.speculative_config.draft_model_config.hf_config
+    return getattr(config, "model", config)  # the method eagle3 wraps it
+
+
 class PagedAttention(CloverAttention):
     """The block's attention, with vLLM's own over its pages."""
 
@@ -61,13 +66,14 @@ class Drafter(nn.Module):
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
-        config = vllm_config.speculative_config.draft_model_config.hf_config
+        config = heads_config(vllm_config)
         self.heads = CloverHeads(config).requires_grad_(False)
         for i, layer in enumerate(self.heads.layers):
             layer.self_attn = PagedAttention(config, i, vllm_config, f"{prefix}.layers.{i}.self_attn")
         self.cache_config = vllm_config.cache_config
         self.layer_name = self.heads.layers[-1].self_attn.attn.layer_name
         self.most_starts = vllm_config.speculative_config.num_speculative_tokens + 1  # T
+        self.level = 0  # of the token that this pass drafts
         self.is_later_pass = False
         self.slot_tokens: torch.Tensor | None = None  # [S] the token after each position
         self.slot_values: torch.Tensor | None = None  # [S, kv_heads head_dim] of the last attention
@@ -89,13 +95,17 @@ class Drafter(nn.Module):
             self.runs = self.runs.gather(1, which)
             self.searched = Searched(self.searched.behind, self.searched.seen.gather(1, which))
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The tokens [N] after the positions [N] of the states [N, d] -> the states after the cell [N, d]."""
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens [N] after the positions [N] of the states [N, d] -> what goes into lm_head, and the states after
+        the cell, both [N, d]."""
         ids, recalled = input_ids.long(), ()
+        self.level = self.level + 1 if self.is_later_pass else 0
         if self.is_later_pass:
             if self.runs is not None:
                 recalled = (self._recalled_later(ids),)
-            return self.heads.step(1, hidden_states, ids, *recalled)[1]
+            return self.heads.step(self.level, hidden_states, ids, *recalled)
         metadata = get_forward_context().attn_metadata  # None where vLLM only measures memory
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
@@ -104,7 +114,7 @@ class Drafter(nn.Module):
         self.runs = None
         if to_recall is not None and metadata is not None:
             recalled = (self._recalled_first(ids, positions, to_recall[1], metadata),)
-        return self.heads.step(0, state[0], ids, *recalled)[1]
+        return self.heads.step(0, state[0], ids, *recalled)
 
     # ------------------------------------------------------------------ recall
 
@@ -162,8 +172,8 @@ class CloverDraft(nn.Module):
     """What vLLM loads for the architecture `CloverHeads`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__()
-        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        nn.Module.__init__(self)
+        self.config = heads_config(vllm_config)
         check_hooks(SpecDecodeBaseProposer.propose)
         check_heads(self.config)
         check_run(self.config, vllm_config)
@@ -182,14 +192,20 @@ class CloverDraft(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         spec_step_idx: int = 0,
     ) -> torch.Tensor:
+        """The states: vLLM hands the same to `compute_logits` and to the next pass."""
+        return self.both(input_ids, positions, hidden_states)[1]
+
+    def both(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.model.heads._borrowed is None:
             self._bind()
-        return self.model(input_ids, positions, hidden_states)
+        return self.model(*inputs)
 
     def compute_logits(self, hidden_states: torch.Tensor, spec_step_idx: int = 0) -> torch.Tensor:
+        return self.scored(self.model.heads._project(self.model.level, hidden_states, None))
+
+    def scored(self, out: torch.Tensor) -> torch.Tensor:
         """[B, V], minus infinity outside of a draft vocabulary. The target's logit scale would change no argmax."""
         heads = self.model.heads
-        out = heads.head_norm(hidden_states)
         if self.config.draft_vocab_size is None:
             return self.logits_processor(self.lm_head, out)
         scores = F.linear(out, *heads.borrowed.draft_rows)  # [B, draft V]

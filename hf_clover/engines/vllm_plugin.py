@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..network.configuration_clover import CloverConfig
-from .vllm_takes import why_not
+from .vllm_takes import method_of, why_not
 
 HOOKS = ("set_skip_topk(False)", "set_skip_topk(True)", "compact_topk_indices(token_indices_to_sample)")
 
@@ -21,9 +21,14 @@ class DraftConfig(CloverConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        self.model_type = "mtp"  # by which vLLM chooses the method that hands over the target's states
-        self.num_nextn_predict_layers = self.n_predict = 1
+        if method_of(self.to_dict()) == "mtp":
+            self.model_type = "mtp"  # by which vLLM chooses that method itself; the other has to be asked for
+            self.num_nextn_predict_layers = self.n_predict = 1
         self.index_share_for_mtp_iteration = True  # the proposer says then which pass of a draft it is
+
+    def to_dict(self) -> dict[str, Any]:
+        """Without `decoder`: vLLM copies this into another configuration, where transformers would look into it."""
+        return {name: value for name, value in super().to_dict().items() if name != "decoder"}
 
 
 def register() -> None:
@@ -32,6 +37,7 @@ def register() -> None:
 
     _CONFIG_REGISTRY[CloverConfig.model_type] = DraftConfig
     ModelRegistry.register_model("CloverHeads", "hf_clover.engines.vllm_model:CloverDraft")
+    ModelRegistry.register_model("Eagle3CloverHeads", "hf_clover.engines.vllm_eagle3:CloverEagle3")  # vLLM's prefix
     _refuse_sampling_where_it_is_wrong()
 
 
@@ -54,7 +60,8 @@ def _refuse_sampling_where_it_is_wrong() -> None:
     def check(self: SamplingParams, speculative_config: Any) -> None:
         checked(self, speculative_config)
         draft = getattr(speculative_config, "draft_model_config", None)
-        if self.temperature > 0 and isinstance(getattr(draft, "hf_config", None), DraftConfig):
+        config = getattr(draft, "hf_config", None)
+        if self.temperature > 0 and isinstance(getattr(config, "model", config), DraftConfig):
             raise VLLMValidationError(
                 f"temperature={self.temperature}: on a CPU this vLLM samples wrongly wherever tokens are drafted "
                 "(its kernel that spreads temperatures returns nothing). Ask for temperature=0, or leave "
@@ -82,6 +89,12 @@ def check_heads(config: CloverConfig) -> None:
 
 def check_run(config: CloverConfig, vllm_config: Any) -> None:
     speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    if speculative.method != (method := method_of(config.to_dict())):
+        raise ValueError(
+            f'method="{speculative.method}": {config.variant} heads read the target\'s states '
+            f"{'behind' if method == 'mtp' else 'before'} its final norm, which vLLM hands over by another method. "
+            f'Put "method": "{method}" into `speculative_config`.'
+        )
     if (asked := speculative.num_speculative_tokens) > config.draft_depth:
         raise ValueError(f"num_speculative_tokens={asked} is more than these heads draft: {config.draft_depth}.")
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):

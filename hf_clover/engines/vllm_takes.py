@@ -8,26 +8,34 @@ from typing import Any
 
 from ..network.variants import VARIANTS
 
-WANTED = {"output_projector": "none", "decoder": "gated", "normalize_hidden_states": True, "regressive": True}
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # the others change as a text grows
 
 
 def why_not(config: Mapping[str, Any]) -> str | None:
     """What keeps heads of this `config` out of vLLM, as a sentence; None where nothing does."""
-    variant = config.get("variant")
-    config = {**VARIANTS.get(variant, {}), **config}
-    for field, value in WANTED.items():
-        if config.get(field, value) != value:
-            return (
-                f"vLLM drafts with clover-x heads, and these are {variant} with {field}={config[field]!r}, not "
-                f"{value!r}. Use them with transformers' `generate`, or train clover-x heads for this target."
-            )
-    position, block = config.get("decoder_position"), config.get("augmenting_block")
-    if position == "before" or block not in ("full", "attention"):
+    config = _whole(config)
+    block, regressive = config.get("augmenting_block"), config.get("regressive", True)
+    if block not in ("full", "attention") or not regressive:
         return (
-            "vLLM drafts with heads that have attention in their block and a cell at every token, not with "
-            f"decoder_position={position!r} and augmenting_block={block!r}."
+            "vLLM drafts with heads that have attention in their block and see the tokens drafted before theirs, and "
+            f"these are {config.get('variant')} with augmenting_block={block!r} and regressive={regressive}. Use them "
+            "with transformers' `generate`, or train clover-x heads for this target."
         )
     if (kind := (config.get("rope_parameters") or {}).get("rope_type", "default")) not in FIXED_ROPE:
         return f"These heads' rope_type={kind!r} changes as a text grows; in vLLM it is one of {FIXED_ROPE}."
     return None
+
+
+def method_of(config: Mapping[str, Any]) -> str:
+    """vLLM's method that hands over the states which these heads read: behind the target's final norm, or before."""
+    return "mtp" if _whole(config)["normalize_hidden_states"] else "eagle3"
+
+
+def most_drafts(config: Mapping[str, Any]) -> int:
+    config = _whole(config)
+    return config.get("draft_depth") or config["num_heads"]
+
+
+def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: value for name, value in config.items() if value is not None}
+    return {**VARIANTS.get(config.get("variant"), {}), **given}

@@ -27,7 +27,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..engines.vllm_takes import why_not
+from ..engines.vllm_takes import method_of, most_drafts, why_not
 
 MARKER = "Written by hf_clover from the files beside it, and again with the next push. Without this line it is yours."
 TAGS = ["clover", "speculative-decoding"]
@@ -83,7 +83,9 @@ def render(
     elif target is None:
         words["target"] = "target"
     if kind == "heads" and not subfolder and config.get("variant") and why_not(config) is None:
-        words["in_vllm"] = json.dumps({"model": repo_id, "num_speculative_tokens": VLLM_DRAFTS})
+        method = {} if (name := method_of(config)) == "mtp" else {"method": name}  # the plug-in says that one itself
+        drafts = min(VLLM_DRAFTS, most_drafts(config))
+        words["in_vllm"] = json.dumps({**method, "model": repo_id, "num_speculative_tokens": drafts})
     measured = {share for head in acceptance.get("by_head", []) for share in head}
     words["acceptance_columns"] = [share for share in _SHARES if share in measured]
     words["training_rows"] = _training_rows(training)

@@ -15,7 +15,7 @@ pytest.importorskip("vllm.config", reason="vLLM is not installed")  # this folde
 vllm = sys.modules["vllm"]
 
 ROOT = Path(__file__).resolve().parents[2]
-LENGTH, DRAFTED = 96, 4
+LENGTH = 96
 SYSTEM = """You answer questions of people who are in a hurry. Say first what they need to know, then why it is so, and
 leave out everything that they could have guessed. Where a question can be read in two ways, say which one you take.
 Give numbers with their units, and name what you are not sure of."""  # longer than two blocks of vLLM's cache
@@ -33,10 +33,13 @@ QUESTIONS = (
 
 @dataclass
 class Example:
-    """A target in this repository, its heads, and how long a text may be."""
+    """A target in this repository, heads for it, how long a text may be, and how vLLM is told to draft."""
 
     folder: Path
     max_model_len: int
+    name: str = "heads"
+    drafted: int = 4
+    method: str | None = None  # None: the plug-in says it
 
     @property
     def target(self) -> Path:
@@ -44,7 +47,7 @@ class Example:
 
     @property
     def heads(self) -> Path:
-        return self.folder / "heads"
+        return self.folder / self.name
 
     def prompts(self) -> list[list[int]]:
         tokenizer = AutoTokenizer.from_pretrained(self.target)
@@ -55,9 +58,11 @@ class Example:
         ids = tokenizer((ROOT / "examples/one_step.py").read_text())["input_ids"]
         return [ids[i * 150 : i * 150 + 40 + i * 9] for i in range(8)]
 
-    def engine(self, drafts: bool = True, heads: Path | None = None, nodes: int = DRAFTED, **settings: Any):
+    def engine(self, drafts: bool = True, heads: Path | None = None, nodes: int | None = None, **settings: Any):
         """With `heads`, or this target's own, where it `drafts`."""
-        speculative = {"model": str(heads or self.heads), "num_speculative_tokens": nodes}
+        speculative = {"model": str(heads or self.heads), "num_speculative_tokens": nodes or self.drafted}
+        if self.method is not None:
+            speculative["method"] = self.method
         defaults = {
             "model": str(self.target),
             "dtype": "float32",
@@ -72,6 +77,8 @@ class Example:
 
 
 STAND_IN = Example(ROOT / "examples/stand_in", 256)
+CLOVER = Example(ROOT / "examples/stand_in", 256, "clover", drafted=3, method="eagle3")
+CLOVER_2 = Example(ROOT / "examples/stand_in", 256, "clover-2", method="eagle3")
 SMOLLM2 = Example(ROOT / "examples/smollm2", 512)
 
 

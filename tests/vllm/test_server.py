@@ -7,7 +7,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from engines import DRAFTED, LENGTH, ROOT, STAND_IN, vllm
+from engines import LENGTH, ROOT, STAND_IN, vllm
 
 openai = pytest.importorskip("openai")
 
@@ -43,7 +43,7 @@ OPTIONS += ["--max-model-len", str(STAND_IN.max_model_len)]
 @pytest.fixture(scope="module")
 def address(script):
     """Of a server with heads, which is another process, as is its engine."""
-    with script.served(STAND_IN.target, STAND_IN.heads, DRAFTED, *OPTIONS) as address:
+    with script.served(STAND_IN.target, STAND_IN.heads, STAND_IN.drafted, *OPTIONS) as address:
         yield address
 
 
@@ -111,7 +111,7 @@ def test_the_script_that_measures(script, tmp_path, capsys):
     ]
     for row in result["rows"]:
         assert row["drafts"] > 0
-        assert len(row["accepted_by_position"]) == DRAFTED
+        assert len(row["accepted_by_position"]) == STAND_IN.drafted
         assert 0 < row["seconds_to_first_token"]["heads"] < 60
         assert row["speedup"] == pytest.approx(
             row["tokens_per_second"]["heads"] / row["tokens_per_second"]["plain"], abs=1e-3

@@ -8,13 +8,17 @@ import shutil
 
 import pytest
 import torch
-from engines import DRAFTED, LENGTH, SMOLLM2, STAND_IN, count, texts, vllm
+from engines import CLOVER, CLOVER_2, LENGTH, SMOLLM2, STAND_IN, Example, count, texts, vllm
 from transformers import AutoModelForCausalLM
 
 import hf_clover
 
 
-@pytest.fixture(scope="module", params=[STAND_IN, SMOLLM2], ids=["stand-in", "smollm2"])
+@pytest.fixture(
+    scope="module",
+    params=[STAND_IN, CLOVER_2, CLOVER, SMOLLM2],
+    ids=["stand-in", "stand-in-clover-2", "stand-in-clover", "smollm2"],
+)
 def example(request):
     if not request.param.target.exists():
         pytest.skip(f"{request.param.target} is not there: examples/smollm2/make_target.py makes it")
@@ -41,7 +45,7 @@ def our_own_chain(example, prompts) -> tuple[list[list[int]], int]:
     target = AutoModelForCausalLM.from_pretrained(example.target, dtype=torch.float32)
     target.generation_config.eos_token_id = None
     heads = hf_clover.CloverHeads.from_pretrained(example.heads, dtype=torch.float32)
-    heads.config.draft_tree, heads.generation_config.num_assistant_tokens = "chain", DRAFTED
+    heads.config.draft_tree, heads.generation_config.num_assistant_tokens = "chain", example.drafted
     out, drafts = [], 0
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -60,7 +64,7 @@ def test_greedy_texts_are_plain_vllms_and_drafts_are_our_own(example, plain, dra
     assert ours == plain
     assert drafts == our_drafts
     # What a last draft holds beyond the length asked for is counted by vLLM, too.
-    assert 0 <= accepted - (len(prompts) * (LENGTH - 1) - drafts) <= DRAFTED * len(prompts)
+    assert 0 <= accepted - (len(prompts) * (LENGTH - 1) - drafts) <= example.drafted * len(prompts)
 
 
 def test_one_at_a_time_and_from_shared_prefixes(plain, drafting, prompts):
@@ -92,6 +96,17 @@ def test_in_a_process_of_its_own(example, plain, prompts, monkeypatch):
 def test_more_drafts_than_the_heads_make_are_refused():
     with pytest.raises(ValueError, match="num_speculative_tokens=20 is more than these heads draft: 8"):
         STAND_IN.engine(nodes=20)
+
+
+@pytest.mark.parametrize(
+    ("heads", "method", "wanted"),
+    [("clover-2", None, "eagle3"), ("heads", "eagle3", "mtp")],
+)
+def test_a_method_that_hands_over_other_states_is_refused(heads, method, wanted):
+    """vLLM chooses `draft_model` itself where nothing is said."""
+    example = Example(STAND_IN.folder, STAND_IN.max_model_len, heads, method=method)
+    with pytest.raises(ValueError, match=f'method="{method or "draft_model"}": .* Put "method": "{wanted}"'):
+        example.engine()
 
 
 def test_heads_for_another_target_are_refused(tmp_path):
