@@ -26,7 +26,7 @@ def run_of(tokens=4, drop=True, caching=True, method="mtp", **parallel):
 def test_what_can_be_drafted_with(variant, method):
     config = DraftConfig(variant=variant, **SIZES)
     check_heads(config)
-    check_run(config, run_of(tokens=config.draft_depth, method=method))
+    check_run(config, run_of(tokens=config.draft_depth, method=method, tensor_parallel_size=2))
     check_run(config, run_of(tokens=2, drop=False, caching=False, method=method))
     assert config.model_type == ("mtp" if method == "mtp" else "clover")  # by "mtp" vLLM chooses that method itself
     other = {"mtp": "eagle3", "eagle3": "mtp"}[method]
@@ -62,8 +62,8 @@ def test_heads_that_vllm_cannot_run_are_refused():
     ("run", "problem"),
     [
         (run_of(tokens=9), "num_speculative_tokens=9 is more than these heads draft: 8"),
-        (run_of(tensor_parallel_size=2), "tensor_parallel_size=2: "),
         (run_of(pipeline_parallel_size=2), "pipeline_parallel_size=2: "),
+        (run_of(decode_context_parallel_size=2), "decode_context_parallel_size=2: "),
         (run_of(drop=False), "disable_eagle_block_drop=True: the last slot of a shared block"),
     ],
 )

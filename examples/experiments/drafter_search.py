@@ -52,10 +52,12 @@ class Documents:
         self.ids = [self._ids_of(row["messages"], tokenizer)[: args.length] for row in rows[: args.documents]]
         self.answers = [  # where the last answer begins
             len(self._ids_of(row["messages"][:-1], tokenizer, add_generation_prompt=True))
+            if row["messages"][-1]["role"] == "assistant"
+            else 0
             for row in rows[: args.documents]
         ]
         self.starts = np.cumsum([0, *map(len, self.ids)])
-        self.held_out = max(int(HELD_OUT * len(self.ids)), 1)
+        self.held_out = args.held_out or max(int(HELD_OUT * len(self.ids)), 1)
         self.layers = args.features
         shape = (int(self.starts[-1]), len(self.layers) + 1, target.config.hidden_size)
         name = "-".join(map(str, ("states", *shape, *self.layers)))
@@ -289,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", required=True, help="a .jsonl file of `messages`, answered by the target")
     parser.add_argument("--run", required=True, help="the name of the row")
     parser.add_argument("--documents", type=int, help="how many of them; all of them without it")
+    parser.add_argument("--held-out", type=int, help="of the last documents; 2 %% of all without it")
     parser.add_argument("--tokens", type=int, help="to learn from")
     parser.add_argument("--step-tokens", type=int, help="in a step, at least")
     parser.add_argument("--share", type=float, help="of the places that the heads guess at")

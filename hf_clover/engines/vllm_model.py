@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -30,6 +31,13 @@ from .vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
 def heads_config(vllm_config: VllmConfig) -> DraftConfig:
     config = vllm_config.speculative_config.draft_model_config.hf_config
     return getattr(config, "model", config)  # the method eagle3 wraps it
+
+
+def whole(rows: torch.Tensor) -> torch.Tensor:
+    """All rows of the target's embedding or lm_head, of which each process of tensor parallelism has some."""
+    if get_tensor_model_parallel_world_size() == 1:
+        return rows
+    return tensor_model_parallel_all_gather(rows, dim=0)
 
 
 class PagedAttention(CloverAttention):
@@ -236,11 +244,13 @@ class CloverDraft(nn.Module):
                     f"{self.config.target_name_or_path or 'an unnamed target'}, need floating point rows of "
                     f"{self.config.hidden_size}. A quantised one does not do yet."
                 )
+        is_tied = embedding is rows
+        rows = whole(rows)[:size]
         if self.config.target_fingerprint is not None:
-            check_fingerprint(self.config, fingerprint(rows[:size]))
-        table = rows if self.config.token_embedding == "lm_head" else embedding
+            check_fingerprint(self.config, fingerprint(rows))
+        table = rows if is_tied or self.config.token_embedding == "lm_head" else whole(embedding)
         borrowed = BorrowedParts(self.lm_head, table, nn.Identity(), 1.0, None)  # the states are behind the norm
         if self.config.draft_vocab_size is not None:
             bias = getattr(self.lm_head, "bias", None)
-            borrowed.draft_rows = rows[heads.draft_ids], None if bias is None else bias[heads.draft_ids]
+            borrowed.draft_rows = rows[heads.draft_ids], None if bias is None else whole(bias)[heads.draft_ids]
         object.__setattr__(heads, "_borrowed", borrowed)

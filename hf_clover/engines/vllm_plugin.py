@@ -97,9 +97,9 @@ def check_run(config: CloverConfig, vllm_config: Any) -> None:
         )
     if (asked := speculative.num_speculative_tokens) > config.draft_depth:
         raise ValueError(f"num_speculative_tokens={asked} is more than these heads draft: {config.draft_depth}.")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            raise ValueError(f"{name}={size}: Clover heads in vLLM have not been divided among processes. Leave it 1.")
+            raise ValueError(f"{name}={size}: Clover heads in vLLM have not been divided in this way. Leave it 1.")
     if speculative.disable_eagle_block_drop and vllm_config.cache_config.enable_prefix_caching:
         raise ValueError(
             "disable_eagle_block_drop=True: the last slot of a shared block depends on the token behind it. Leave it "

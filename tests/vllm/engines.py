@@ -33,13 +33,14 @@ QUESTIONS = (
 
 @dataclass
 class Example:
-    """A target in this repository, heads for it, how long a text may be, and how vLLM is told to draft."""
+    """A target in this repository, heads for it, how long a text may be, and how vLLM is told to run them."""
 
     folder: Path
     max_model_len: int
     name: str = "heads"
     drafted: int = 4
     method: str | None = None  # None: the plug-in says it
+    processes: int = 2  # among which the target's attention heads can be divided
 
     @property
     def target(self) -> Path:
@@ -79,7 +80,7 @@ class Example:
 STAND_IN = Example(ROOT / "examples/stand_in", 256)
 CLOVER = Example(ROOT / "examples/stand_in", 256, "clover", drafted=3, method="eagle3")
 CLOVER_2 = Example(ROOT / "examples/stand_in", 256, "clover-2", method="eagle3")
-SMOLLM2 = Example(ROOT / "examples/smollm2", 512)
+SMOLLM2 = Example(ROOT / "examples/smollm2", 512, processes=3)
 
 
 def texts(llm: Any, prompts: list[list[int]], **asked: Any) -> list[list[int]]:

@@ -84,10 +84,12 @@ def test_a_small_budget_and_preemption(example, plain, prompts):
     assert count(llm, "num_preemptions") > 0
 
 
-def test_in_a_process_of_its_own(example, plain, prompts, monkeypatch):
-    """As `vllm serve` runs it: the engine is another process, which finds the plug-in by itself."""
+@pytest.mark.parametrize("is_divided", [False, True], ids=["one", "several"])
+def test_in_processes_of_its_own(example, plain, prompts, is_divided, monkeypatch):
+    """As `vllm serve` runs it: the engine is another process, which finds the plug-in by itself; or several ones, by
+    tensor parallelism."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    llm = example.engine()
+    llm = example.engine(**({"tensor_parallel_size": example.processes} if is_divided else {}))
     assert texts(llm, prompts) == plain
     assert count(llm, "spec_decode_num_accepted_tokens") > 0
     llm.llm_engine.engine_core.shutdown()
