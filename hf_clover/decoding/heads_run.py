@@ -90,7 +90,7 @@ class HeadsRun:
             hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))
         tokens = [
             torch.nn.functional.pad(row[len(row) - count :], (0, longest - count))
-            for row, count in zip(text.live_rows(), counts, strict=True)
+            for row, count in zip(text.running_rows(), counts, strict=True)
         ]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
         self.drafter.extend(hidden, torch.stack(tokens), positions, counts)

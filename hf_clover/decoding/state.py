@@ -150,7 +150,7 @@ class Text:
         """Per row [L]."""
         return [row for ids in self.input_ids for row in ids]
 
-    def live_rows(self) -> list[torch.Tensor]:
+    def running_rows(self) -> list[torch.Tensor]:
         rows = self.rows()
         return [rows[row] for row in self.running]
 
@@ -161,7 +161,7 @@ class Text:
 
     def last_tokens(self) -> Tree:
         """Of the running rows, as trees of one node each: what a forward takes that keeps other processes company."""
-        return root_only(torch.stack([row[-1] for row in self.live_rows()]))
+        return root_only(torch.stack([row[-1] for row in self.running_rows()]))
 
     def end(self) -> None:
         if self.streamer is not None:
