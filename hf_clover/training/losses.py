@@ -3,7 +3,7 @@
 Contract: `head_losses` charges each head for every position of a batch and never holds more than a chunk of
 `[positions, vocabulary]` in memory, whatever the vocabulary: the target's distribution of a chunk is made once for all
 heads, and a chunk's gradient is taken while its logits are there, because the lm_head behind them is frozen.
-`eager_head_losses` says the same in a few plain lines; the tests compare the two in value and gradient.
+`tests/training/test_losses.py` says the same in a few plain lines and compares the two in value and gradient.
 
 Alignment, everywhere: the batch has tokens x[0..T]; the heads see positions t = 0..T-1 (the target's state at t and
 the token x[t+1]). Head i at t predicts x[t+2+i], so it is compared with what the target says at position t+1+i.
@@ -239,29 +239,6 @@ def _rank(logits: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     return torch.where(choice < 0, MISSED, better).to(torch.int32)
 
 
-def eager_head_losses(
-    head_outputs: torch.Tensor, target_states: torch.Tensor, mask: torch.Tensor, terms: LossTerms
-) -> torch.Tensor:
-    """`head_losses`' sums, with every logit in memory at once."""
-    length, sums = head_outputs.shape[2], []
-    target = terms.target_score(target_states).float().softmax(-1)  # [B, T + 1, V]
-    for head, outputs in enumerate(head_outputs):
-        x, n = outputs[:, : length - head], target_states[:, head + 1 :]  # [B, T - head, d] both
-        log_q = F.log_softmax(terms.draft_score(x).float(), dim=-1)  # [B, T - head, D]
-        p = terms.draftable(target[:, head + 1 :])  # [B, T - head, D]
-        reachable = p.sum(-1, keepdim=True)  # [B, T - head, 1]
-        if terms.token_loss == "kl":
-            loss = reachable[..., 0] * F.kl_div(log_q, p / reachable, reduction="none").sum(-1)
-        elif terms.token_loss == "acceptance":
-            loss = -reachable[..., 0] * (torch.minimum(log_q.exp(), p) / reachable).sum(-1).log()
-        else:
-            loss = -torch.einsum("btd,btd->bt", p, log_q)
-        hidden = F.smooth_l1_loss(x.float(), n.float(), reduction="none").mean(-1)  # [B, T - head]
-        loss = terms.token_weight * loss + terms.hidden_weight * hidden
-        sums.append(loss[mask[head, :, : length - head]].sum())
-    return torch.stack(sums)
-
-
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, decay: float) -> torch.Tensor:
     """sums [K], counts [K] -> sum over heads of decay^i times the mean; a head without positions adds nothing."""
     weights = decay ** torch.arange(sums.shape[0], device=sums.device, dtype=sums.dtype)  # [K]
@@ -301,7 +278,6 @@ __all__ = [
     "HitCounts",
     "LossTerms",
     "count_hits",
-    "eager_head_losses",
     "fed_tokens_mask",
     "head_losses",
     "prediction_mask",

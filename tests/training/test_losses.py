@@ -9,7 +9,6 @@ from hf_clover.training.losses import (
     TOKEN_LOSSES,
     LossTerms,
     count_hits,
-    eager_head_losses,
     fed_tokens_mask,
     head_losses,
     prediction_mask,
@@ -19,6 +18,29 @@ from hf_clover.training.losses import (
 
 HEADS, BATCH, LENGTH, SIZE, VOCAB = 3, 2, 9, 8, 21
 DRAFT_IDS = torch.tensor([0, 3, 4, 7, 8, 11, 20])
+
+
+def eager_head_losses(
+    head_outputs: torch.Tensor, target_states: torch.Tensor, mask: torch.Tensor, terms: LossTerms
+) -> torch.Tensor:
+    """`head_losses`' sums, with every logit in memory at once."""
+    length, sums = head_outputs.shape[2], []
+    target = terms.target_score(target_states).float().softmax(-1)  # [B, T + 1, V]
+    for head, outputs in enumerate(head_outputs):
+        x, n = outputs[:, : length - head], target_states[:, head + 1 :]  # [B, T - head, d] both
+        log_q = F.log_softmax(terms.draft_score(x).float(), dim=-1)  # [B, T - head, D]
+        p = terms.draftable(target[:, head + 1 :])  # [B, T - head, D]
+        reachable = p.sum(-1, keepdim=True)  # [B, T - head, 1]
+        if terms.token_loss == "kl":
+            loss = reachable[..., 0] * F.kl_div(log_q, p / reachable, reduction="none").sum(-1)
+        elif terms.token_loss == "acceptance":
+            loss = -reachable[..., 0] * (torch.minimum(log_q.exp(), p) / reachable).sum(-1).log()
+        else:
+            loss = -torch.einsum("btd,btd->bt", p, log_q)
+        hidden = F.smooth_l1_loss(x.float(), n.float(), reduction="none").mean(-1)  # [B, T - head]
+        loss = terms.token_weight * loss + terms.hidden_weight * hidden
+        sums.append(loss[mask[head, :, : length - head]].sum())
+    return torch.stack(sums)
 
 
 def labels_without(*masked: tuple[int, int]) -> torch.Tensor:
