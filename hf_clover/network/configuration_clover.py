@@ -13,7 +13,16 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .variants import CHOICES, LONGEST_NAME, MOST_PARAMETERS, UPPER_BOUNDS, VARIANTS
+from .variants import (
+    CHOICES,
+    INTEGERS,
+    LONGEST_NAME,
+    MAY_BE_NONE,
+    MOST_PARAMETERS,
+    NUMBERS,
+    SWITCHES,
+    VARIANTS,
+)
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
@@ -219,53 +228,17 @@ class CloverConfig(PreTrainedConfig):
         value, choices = getattr(self, field), CHOICES[field]
         self._require(field, isinstance(value, str | None) and value in choices, f"one of {list(choices)}")
 
-    def _require_int(self, field: str, minimum: int, optional: bool = False) -> None:
-        value, maximum = getattr(self, field), UPPER_BOUNDS[field]
-        if value is None and optional:
-            return
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        self._require(field, is_int and minimum <= value <= maximum, f"an integer from {minimum} to {maximum}")
-
-    def _require_number(self, field: str, low: float, high: float) -> None:
-        value = getattr(self, field)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        self._require(field, is_number and low <= value <= high, f"a number from {low} to {high}")
-
     def _validate_clover(self) -> None:
         for field in CHOICES:
             self._require_choice(field)
-        for field in ("hidden_size", "num_heads", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            self._require_int(field, 1)
-        for field in ("decoder_num_heads", "max_position_embeddings", "draft_top_k", "draft_beam_width"):
-            self._require_int(field, 1)
-        self._require_int("decoder_width", 1)
-        self._require_int("vocab_size", 2)
-        for field in ("num_augmenting_layers", "draft_copies"):
-            self._require_int(field, 0)
-        for field in ("head_dim", "draft_depth", "draft_vocab_size"):
-            self._require_int(field, 1, optional=True)
-        for field in (
-            "recall",
-            "regressive",
-            "normalize_embeddings",
-            "normalize_hidden_states",
-            "decoder_bias",
-            "attention_bias",
-            "attention_output_bias",
-            "mlp_bias",
-            "qk_norm",
-            "use_rope",
-        ):
+        for kinds, table, wanted in ((int, INTEGERS, "an integer"), ((int, float), NUMBERS, "a number")):
+            for field, (low, high) in table.items():
+                value = getattr(self, field)
+                is_one = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+                is_open = value is None and field in MAY_BE_NONE
+                self._require(field, is_one or is_open, f"{wanted} from {low} to {high}")
+        for field in SWITCHES:
             self._require(field, isinstance(getattr(self, field), bool), "True or False")
-        self._require_number("rms_norm_eps", 1e-12, 1e-1)
-        self._require_number("initializer_range", 0.0, 1.0)
-        self._require_number("embedding_scale", 1e-6, 1e6)
-        self._require_number("hidden_state_scale", 1e-6, 1e6)
-        self._require_number("loss_decay", 0.0, 1.0)
-        self._require_number("hidden_loss_weight", 0.0, 1e6)
-        self._require_number("token_loss_weight", 0.0, 1e6)
-        self._require_number("draft_top_p", 0.0, 1.0)
-        self._require_number("draft_min_p", 0.0, 1.0)
         for field in SPECIAL_TOKENS:
             value = getattr(self, field)
             ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -90,27 +90,61 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "draft_tree": ("global", "levels", "chain"),
 }
 
-# Far above any model there is: a config that asks for more is a mistake or an attack, not a model.
-UPPER_BOUNDS = {
-    "hidden_size": 1 << 17,
-    "vocab_size": 1 << 24,
-    "intermediate_size": 1 << 20,
-    "num_heads": 64,
-    "num_augmenting_layers": 64,
-    "num_attention_heads": 1 << 12,
-    "num_key_value_heads": 1 << 12,
-    "decoder_num_heads": 1 << 12,
-    "decoder_width": 1 << 20,
-    "head_dim": 1 << 13,
-    "max_position_embeddings": 1 << 26,
-    "draft_top_k": 1 << 10,
-    "draft_beam_width": 1 << 10,
-    "draft_copies": 1 << 10,
-    "draft_depth": 256,
-    "draft_vocab_size": 1 << 24,
+# The smallest and the largest possible value. The largest are far above any model there is: a config that asks for
+# more is a mistake or an attack, not a model.
+INTEGERS = {
+    "hidden_size": (1, 1 << 17),
+    "vocab_size": (2, 1 << 24),
+    "intermediate_size": (1, 1 << 20),
+    "num_heads": (1, 64),
+    "num_augmenting_layers": (0, 64),
+    "num_attention_heads": (1, 1 << 12),
+    "num_key_value_heads": (1, 1 << 12),
+    "decoder_num_heads": (1, 1 << 12),
+    "decoder_width": (1, 1 << 20),
+    "head_dim": (1, 1 << 13),
+    "max_position_embeddings": (1, 1 << 26),
+    "draft_top_k": (1, 1 << 10),
+    "draft_beam_width": (1, 1 << 10),
+    "draft_copies": (0, 1 << 10),
+    "draft_depth": (1, 256),
+    "draft_vocab_size": (1, 1 << 24),
 }
+MAY_BE_NONE = ("head_dim", "draft_depth", "draft_vocab_size")
+NUMBERS = {
+    "rms_norm_eps": (1e-12, 1e-1),
+    "initializer_range": (0.0, 1.0),
+    "embedding_scale": (1e-6, 1e6),
+    "hidden_state_scale": (1e-6, 1e6),
+    "loss_decay": (0.0, 1.0),
+    "hidden_loss_weight": (0.0, 1e6),
+    "token_loss_weight": (0.0, 1e6),
+    "draft_top_p": (0.0, 1.0),
+    "draft_min_p": (0.0, 1.0),
+}
+SWITCHES = (
+    "recall",
+    "regressive",
+    "normalize_embeddings",
+    "normalize_hidden_states",
+    "decoder_bias",
+    "attention_bias",
+    "attention_output_bias",
+    "mlp_bias",
+    "qk_norm",
+    "use_rope",
+)
 MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
 LONGEST_NAME = 1024
 
 
-__all__ = ["CHOICES", "LONGEST_NAME", "MOST_PARAMETERS", "UPPER_BOUNDS", "VARIANTS"]
+__all__ = [
+    "CHOICES",
+    "INTEGERS",
+    "LONGEST_NAME",
+    "MAY_BE_NONE",
+    "MOST_PARAMETERS",
+    "NUMBERS",
+    "SWITCHES",
+    "VARIANTS",
+]
