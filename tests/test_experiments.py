@@ -133,6 +133,31 @@ def test_tree_size(experiment, folder):
     assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 8)]
 
 
+def test_prompt_length(experiment, folder, tmp_path):
+    result = run(experiment("prompt_length"), folder)
+    check_measured(result["rows"])
+    assert [(row["context"], row["nodes"]) for row in result["rows"] if row["nodes"]] == [(32, 4), (64, 4)]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(
+        "\n".join(json.dumps({"turns": [f"Where is {name}?" * 3]}) for name in "abc"), encoding="utf-8"
+    )
+    check_measured(run(experiment("prompt_length"), folder, "--prompts", str(questions))["rows"])
+    with pytest.raises(SystemExit, match=r"--contexts 400: .* is \d+ tokens; give it more questions"):
+        run(experiment("prompt_length"), folder, "--prompts", str(questions), "--contexts", "400")
+
+
+def test_prompts_of_any_length_end_with_their_question(experiment, folder):
+    module = experiment("prompt_length")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    questions = [module.Question([[{"role": "user", "content": text}]]) for text in ("one?", "two?", "three?")]
+    for length in (8, 16, 20):
+        ids = module.ending_with(1, questions, length, tokenizer)
+        assert len(ids) == length
+        assert tokenizer.decode(ids) == "<s>" + "three?\n\none?\n\ntwo?"[2 - length :] + "</s>"
+    assert module.ending_with(0, [[1, 2], [3, 4], [5, 6]], 5, tokenizer) == [4, 5, 6, 1, 2]
+
+
 def test_step(experiment, folder, monkeypatch):
     module, asked = experiment("step"), set()
     parts_of = module.parts_of
