@@ -376,7 +376,7 @@ def start(*words: str) -> subprocess.Popen:
     code = "from hf_clover.cli import main; main()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     # The other tests' processes have the other cores; a process that hangs can say where.
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen([sys.executable, "-u", "-c", code, *words], env=env, **pipes)
 
 

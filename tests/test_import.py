@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(script: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(
         [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment, timeout=300
     )

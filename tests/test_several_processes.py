@@ -34,7 +34,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [*TORCHRUN, str(HERE / "two_ranks.py"), str(folder)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=240,

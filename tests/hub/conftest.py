@@ -64,7 +64,6 @@ def environment(hub, site, tmp_path_factory) -> dict[str, str]:
         "HF_HUB_DISABLE_XET": "1",
         "HF_TOKEN": TOKEN,
         "PYTHONPATH": str(site),
-        "OMP_NUM_THREADS": "1",
         "NO_PROXY": "127.0.0.1",
     }
 

@@ -42,7 +42,7 @@ def launch(folder: Path, stage: int) -> dict[str, Any]:
     paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *options, str(HERE / WORKER), str(folder), "2"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu"},
         capture_output=True,
         text=True,
         timeout=300,
