@@ -13,17 +13,11 @@ the same repeat; with packed weights, of heads over plain generate that has pack
 over tokens per forward, 1 where drafting and checking cost nothing.
 """
 
-import datetime
-import gc
 import json
 import math
 import os
 import statistics
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -32,82 +26,12 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
-from ..decoding.record import Speculation, speculations
+from .circumstances import circumstances, template_of, that_fit
 from .methods import Method, first_difference, packed, parse_method, plain, with_heads
-from .prompts import Question, pad_id_of
-from .provenance import provenance
+from .one_run import Run, batch_of, peak_memory, run_once
+from .prompts import Question, kind_of, pad_id_of, prompt_after
 from .whole_files import write_whole
-
-logger = logging.get_logger(__name__)
-
-# ---------------------------------------------------------------------- one run
-
-
-@dataclass
-class _Run:
-    seconds: float
-    prompts: list[list[int]]
-    answers: list[list[int]]  # of each prompt, without padding
-    stats: Speculation  # of plain and of other methods the tokens and forwards only
-    members: list[int] = field(default_factory=list)  # the numbers of the prompts
-    category: str | None = None
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(map(len, self.answers))
-
-
-@torch.no_grad()
-def _generate(
-    target: PreTrainedModel, method: Method, prompts: list[list[int]], seed: int, options: dict[str, Any]
-) -> _Run:
-    batch, forwards = batch_of(prompts, options["pad_token_id"], target.device), 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    torch.manual_seed(seed)
-    target = method.target or target
-    # Plain generate and heads say themselves; a hook that counts would be compiled, anew for every count.
-    tells = not method.options or method.heads is not None
-    hook = None if tells else target.register_forward_pre_hook(count)
-    try:
-        with method.applied() as own, speculations() as records:
-            _synchronize(target.device)
-            start = time.perf_counter()
-            sequences = target.generate(**batch, **options, **own)
-            _synchronize(target.device)
-            seconds = time.perf_counter() - start
-    finally:
-        if hook is not None:
-            hook.remove()
-    width = batch["input_ids"].shape[1]
-    answers = _until_end(sequences[:, width:], target.generation_config.eos_token_id)
-    new_tokens = sum(map(len, answers))
-    if not method.options:  # a row takes part in as many forwards as it emits tokens
-        forwards, row_forwards = sequences.shape[1] - width, new_tokens
-    else:  # other methods have one row
-        row_forwards = forwards
-    stats = records[0] if records else Speculation(forwards, row_forwards, new_tokens)
-    return _Run(seconds, prompts, answers, stats)
-
-
-def _until_end(emitted: torch.Tensor, eos: int | list[int] | None) -> list[list[int]]:
-    """Tokens [B, m] up to the end of each row; what comes after it is padding."""
-    if eos is None:
-        return emitted.tolist()
-    ends = torch.isin(emitted, torch.tensor(eos, device=emitted.device)).int()
-    lengths = (ends.cumsum(1) - ends == 0).sum(1).tolist()
-    return [row[:length] for row, length in zip(emitted.tolist(), lengths)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
 
 # ---------------------------------------------------------------------- all runs of a setting
 
@@ -146,18 +70,18 @@ def measure(
         options["cache_implementation"] = cache_implementation
     setting = {"batch_size": batch_size, "temperature": temperature, "cache": cache_implementation}
 
-    runs: list[list[list[_Run]]] = [[[] for _ in methods] for _ in range(repeats)]  # [repeat][method][turn of a group]
+    runs: list[list[list[Run]]] = [[[] for _ in methods] for _ in range(repeats)]  # [repeat][method][turn of a group]
     differences: list[list[dict[str, Any]]] = [[] for _ in methods]
     skipped: dict[int, str] = {}
     bar = tqdm(total=(repeats * len(groups) + 1) * len(methods), disable=not progress, unit="run", leave=False)
     bar.set_description(f"batch {batch_size}, temperature {temperature:g}, {cache_implementation}")
     peaks: list[dict[str, float]] = [{} for _ in methods]
-    first = [_asked(prompts[number], (), tokenizer) for number in groups[0]]
+    first = [prompt_after(prompts[number], (), tokenizer) for number in groups[0]]
     for place, method in enumerate(methods):  # what a device does only once is neither timed nor counted
         try:
-            _generate(target, method, first, seed, options)
-            with _peak_memory(target.device) as peaks[place]:
-                _generate(target, method, first, seed, options)
+            run_once(target, method, first, seed, options)
+            with peak_memory(target.device) as peaks[place]:
+                run_once(target, method, first, seed, options)
         except (ValueError, NotImplementedError) as error:
             if place == 0:
                 raise
@@ -193,18 +117,18 @@ def measure(
     for repeat in range(repeats):
         for number, group in enumerate(groups):
             questions = [prompts[member] for member in group]
-            category, turns = _kind(questions[0])
+            category, turns = kind_of(questions[0])
             bar.set_postfix_str(f"question {number * batch_size + 1}" + (f", {category}" if category else ""))
             said: list[list[list[str]]] = [[[] for _ in group] for _ in methods]  # each method's own answers
             parted = set()  # rows whose conversation is another one by now
             for turn in range(turns):
-                of_turn: dict[int, _Run] = {}
+                of_turn: dict[int, Run] = {}
                 for shift in range(len(methods)):
                     place = (shift + repeat + number) % len(methods)  # nobody always comes first
                     if place in skipped:
                         continue
-                    asked = [_asked(*it, tokenizer) for it in zip(questions, said[place])]
-                    run = _generate(target, methods[place], asked, seed + number + turn * len(groups), options)
+                    asked = [prompt_after(*it, tokenizer) for it in zip(questions, said[place])]
+                    run = run_once(target, methods[place], asked, seed + number + turn * len(groups), options)
                     run.members, run.category = group, category
                     of_turn[place] = run
                     runs[repeat][place].append(run)
@@ -229,21 +153,12 @@ def measure(
     return rows(repeats)
 
 
-def _asked(prompt: Question | list[int], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return prompt.encode(tokenizer, answers) if isinstance(prompt, Question) else prompt
-
-
-def _kind(prompt: Question | list[int]) -> tuple[str | None, int]:
-    """Its category and how many turns it has."""
-    return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
-
-
 def _groups(prompts: Sequence[Question | list[int]], size: int) -> list[list[int]]:
     """Numbers of prompts that are one batch: of one kind, those of different kinds in turn. The last batch of a kind
     begins again with its first, to be full."""
     by_kind: dict[tuple[str | None, int], list[int]] = {}
     for number, prompt in enumerate(prompts):
-        by_kind.setdefault(_kind(prompt), []).append(number)
+        by_kind.setdefault(kind_of(prompt), []).append(number)
     batches = [
         [[alike[(first + i) % len(alike)] for i in range(size)] for first in range(0, len(alike), size)]
         for alike in by_kind.values()
@@ -251,24 +166,16 @@ def _groups(prompts: Sequence[Question | list[int]], size: int) -> list[list[int
     return [batch for round_ in zip_longest(*batches) for batch in round_ if batch is not None]
 
 
-def batch_of(prompts: Sequence[list[int]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Prompts in one batch, padded on the left."""
-    width = max(map(len, prompts))
-    ids = [[pad] * (width - len(row)) + row for row in prompts]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in prompts]
-    return {"input_ids": torch.tensor(ids).to(device), "attention_mask": torch.tensor(mask).to(device)}
-
-
 def _figures(
-    repeats: list[list[_Run]],
-    baseline: list[list[_Run]],
+    repeats: list[list[Run]],
+    baseline: list[list[Run]],
     differences: list[dict[str, Any]],
     is_compared: bool,
     category: str | None = None,
 ) -> dict[str, Any]:
     """Of the runs of a category, or of all."""
 
-    def speed(runs: list[_Run]) -> float:
+    def speed(runs: list[Run]) -> float:
         return sum(run.new_tokens for run in runs) / sum(run.seconds for run in runs)
 
     if category is not None:
@@ -309,7 +216,7 @@ def _figures(
 
 
 @torch.no_grad()
-def _differences(target: PreTrainedModel, run: _Run, plain_run: _Run) -> Iterator[tuple[int, int, float]]:
+def _differences(target: PreTrainedModel, run: Run, plain_run: Run) -> Iterator[tuple[int, int, float]]:
     """Row, place and margin: where an answer first leaves plain generate's, and by how much the target prefers plain's
     token there."""
     for row, (mine, its) in enumerate(zip(run.answers, plain_run.answers)):
@@ -326,39 +233,6 @@ def _differences(target: PreTrainedModel, run: _Run, plain_run: _Run) -> Iterato
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-@contextmanager
-def _peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
-    """MiB over what was held before. On a CPU by looking at the process every few milliseconds, where Linux tells."""
-    result: dict[str, float] = {}
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield result
-        result["mib"] = (torch.cuda.max_memory_allocated(device) - before) / 2**20
-        return
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        yield result
-        return
-    page, done = os.sysconf("SC_PAGE_SIZE"), threading.Event()
-    before = highest = int(statm.read_text().split()[1])
-
-    def look() -> None:
-        nonlocal highest
-        while not done.wait(0.005):
-            highest = max(highest, int(statm.read_text().split()[1]))
-
-    watcher = threading.Thread(target=look, daemon=True)
-    watcher.start()
-    try:
-        yield result
-    finally:
-        done.set()
-        watcher.join()
-    result["mib"] = (highest - before) * page / 2**20
 
 
 # ---------------------------------------------------------------------- all settings
@@ -385,11 +259,11 @@ def benchmark(
     Args:
         report: is called with the result so far after every batch of prompts, so that it can be kept.
     """
-    prompts, left_out = _that_fit(target, tokenizer, prompts, max_new_tokens)
+    prompts, left_out = that_fit(target, tokenizer, prompts, max_new_tokens)
     result = {
         "kind": "benchmark",
         **circumstances(target, prompt_set, prompts, max_new_tokens),
-        **_template(tokenizer, prompts),
+        **template_of(tokenizer, prompts),
         "left_out": left_out,
         "repeats": repeats,
         "seed": seed,
@@ -418,68 +292,6 @@ def _report_on(
     report: Callable[[dict[str, Any]], None], result: dict[str, Any], before: list[dict], rows: list[dict]
 ) -> None:
     report({**result, "rows": before + rows})
-
-
-def _that_fit(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Question | list[int]],
-    max_new_tokens: int,
-) -> tuple[list[Question | list[int]], list[dict[str, Any]]]:
-    """The prompts for which the target has positions, their longest answers included, and what the others are."""
-    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    fit, left_out = [], []
-    for number, prompt in enumerate(prompts):
-        _, turns = _kind(prompt)
-        tokens = len(_asked(prompt, [""] * (turns - 1), tokenizer)) + turns * max_new_tokens
-        if most is None or tokens <= most:
-            fit.append(prompt)
-        else:
-            is_question = isinstance(prompt, Question)
-            left_out.append({"prompt": number, "question": prompt.id if is_question else None, "tokens": tokens})
-    if left_out:
-        longest = max(one["tokens"] for one in left_out)
-        said = (
-            f"{len(left_out)} of {len(prompts)} prompts are too long for the target's {most} positions (up to "
-            f"{longest} tokens, with `max_new_tokens={max_new_tokens}` for each answer)"
-        )
-        if not fit:
-            raise ValueError(f"{said}: pass shorter ones, or fewer `max_new_tokens`.")
-        logger.warning(f"{said}; they are left out.")
-    return fit, left_out
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question | list[int]]) -> dict[str, Any]:
-    """What the chat template makes of a question, and whether it lets the target think first, where it has a switch
-    for that."""
-    if getattr(tokenizer, "chat_template", None) is None or not any(isinstance(p, Question) for p in prompts):
-        return {"chat_template": None, "thinking": None}
-
-    def made(**switch: bool) -> str:
-        messages = [{"role": "user", "content": "QUESTION"}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
-
-    thinking = None
-    for name in ("enable_thinking", "thinking"):
-        on, off = made(**{name: True}), made(**{name: False})
-        thinking = made() == on if on != off else thinking
-    return {"chat_template": made(), "thinking": thinking}
-
-
-def circumstances(
-    target: PreTrainedModel, prompt_set: str, prompts: Sequence[Any], max_new_tokens: int
-) -> dict[str, Any]:
-    """What was asked of whom, where and when."""
-    return {
-        "target": Path(target.config.name_or_path).name,
-        "prompts": Path(prompt_set).name,
-        "num_prompts": len(prompts),
-        "max_new_tokens": max_new_tokens,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": target.device.type,
-        **provenance(),
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 def write(result: dict[str, Any], path: str | os.PathLike) -> Path:

@@ -22,14 +22,13 @@ import math
 import os
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .figures import figure_of
+from .panels import Drawn, draw_panel, places_of, room_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 _DPI = 175  # 1680 pixels at full width: two for each pixel of a column of text on the Hub
 _WIDE, _NARROW, _MARGIN = 9.6, 7.0, 0.15  # inches, as all lengths here
 _LINES_HEIGHT, _AROUND_BARS = 3.0, 1.05
-_BAR, _DOT, _NAME, _GAP = 0.22, 0.09, 0.32, 0.14  # a bar, a dot, the least room for a category's name, and between two
-_MARKED = 40  # points of a line; more of them would be a caterpillar
 _MARKERS = "osD^vPX*"
 THEMES = {
     "light": {
@@ -119,16 +116,6 @@ def settings(theme: Mapping[str, Any]) -> Any:
 # ---------------------------------------------------------------------- the page
 
 
-@dataclass
-class _Drawn:
-    """A panel on the page, with what its legend has to say."""
-
-    axes: "Axes"
-    title: str
-    series: dict[str, Any] = field(default_factory=dict)  # label -> artist
-    reference: dict[str, Any] = field(default_factory=dict)
-
-
 def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
     """The page: title, legend, panels in at most two columns, small print."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -142,15 +129,15 @@ def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
     page = Figure(figsize=(width, sum(heights)), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(page)
     grid, looks = page.add_gridspec(len(rows), columns, height_ratios=heights), _looks(panels, theme)
-    drawn: list[list[_Drawn]] = []
+    drawn: list[list[Drawn]] = []
     for number, row in enumerate(rows):
         spans = range(columns) if len(row) == columns else [slice(None)]  # the last one alone takes the whole row
-        places = [_places(panel) for panel in row]
+        places = [places_of(panel) for panel in row]
         is_named = len(row) == 2 and list(places[0]) == list(places[1]) != []
         if is_named:  # the left panel names the categories of both, so they stand at the same height
             places = [{category: max(count, places[1][category]) for category, count in places[0].items()}] * 2
         axes = [page.add_subplot(grid[number, span]) for span in spans]
-        drawn.append([_draw(*it, looks) for it in zip(axes, row, places)])
+        drawn.append([draw_panel(*it, looks) for it in zip(axes, row, places)])
         axes[-1].tick_params(labelleft=not is_named)
 
     inside = width - 2 * _MARGIN
@@ -186,20 +173,7 @@ def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
 def _height(panel: Mapping[str, Any]) -> float:
     if panel["kind"] == "lines":
         return _LINES_HEIGHT
-    return _AROUND_BARS + sum(_room(panel, count) for count in _places(panel).values())
-
-
-def _room(panel: Mapping[str, Any], count: int) -> float:
-    """Of a category with so many bars or dots."""
-    return max(count * (_BAR if panel["kind"] == "bars" else _DOT), _NAME) + _GAP
-
-
-def _places(panel: Mapping[str, Any]) -> dict[str, int]:
-    """Category -> how many bars it has side by side, from the top; nothing for lines."""
-    if panel["kind"] == "lines":
-        return {}
-    counts = Counter(x for series in panel["series"] for x in series["x"])
-    return dict.fromkeys(counts, 1) if panel.get("stacked") else dict(counts)
+    return _AROUND_BARS + sum(room_of(panel, count) for count in places_of(panel).values())
 
 
 def _inches(artist: Any) -> tuple[float, float]:
@@ -256,7 +230,7 @@ def _looks(panels: list[Mapping[str, Any]], theme: Mapping[str, Any]) -> dict[st
 # ---------------------------------------------------------------------- legends and labels
 
 
-def _shared_legend(page: "Figure", panels: list[_Drawn], width: float) -> Any:
+def _shared_legend(page: "Figure", panels: list[Drawn], width: float) -> Any:
     """One legend for all panels, where one of them shows all series that there are."""
     fullest = max(panels, key=lambda panel: len(panel.series)).series
     if sum(len(panel.series) > 0 for panel in panels) < 2 or len(fullest) < 2:
@@ -268,7 +242,7 @@ def _shared_legend(page: "Figure", panels: list[_Drawn], width: float) -> Any:
     return _legend(page, fullest, width, loc="upper left", borderaxespad=0)
 
 
-def _own_legend(panel: _Drawn) -> Any:
+def _own_legend(panel: Drawn) -> Any:
     """Between the title and the panel, so that it covers nothing."""
     entries = {**panel.series, **panel.reference}
     return _legend(panel.axes, entries, _width(panel.axes), loc="lower left", borderaxespad=0.3) if entries else None
@@ -299,191 +273,6 @@ def _thin_out(axes: "Axes") -> None:
             kept.append(place)
             end = box.x1
     axes.set_xticks(kept)
-
-
-def _number(value: float) -> str:
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return (
-        f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 0.01 or not value else f"{value:.2g}"
-    )
-
-
-# ---------------------------------------------------------------------- panels
-
-
-def _draw(
-    axes: "Axes", panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
-) -> _Drawn:
-    drawn = _Drawn(axes, panel["title"])
-    if panel["kind"] == "lines":
-        _draw_lines(drawn, panel, looks)
-    elif panel["kind"] == "bars":
-        _draw_bars(drawn, panel, places, looks)
-    elif panel["kind"] == "dots":
-        _draw_dots(drawn, panel, places, looks)
-    else:
-        raise ValueError(
-            f"`kind={panel['kind']!r}` of the panel {panel['title']!r}: it must be 'lines', 'bars' or 'dots'."
-        )
-    if "reference" in panel:
-        line = axes.axhline if panel["kind"] == "lines" else axes.axvline
-        drawn.reference[panel["reference"]["label"]] = line(
-            panel["reference"]["y"],
-            color=axes.spines["left"].get_edgecolor(),
-            linewidth=1.1,
-            linestyle=(0, (4, 3)),
-            zorder=1.5,
-        )
-    return drawn
-
-
-def _draw_lines(drawn: _Drawn, panel: Mapping[str, Any], looks: Mapping[str, tuple[str, str]]) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
-
-    axes, places = drawn.axes, set()
-    for series in panel["series"]:
-        colour, marker = looks[series["label"]]
-        points = [i for i, y in enumerate(series["y"]) if y is not None]
-        x, y = [series["x"][i] for i in points], [series["y"][i] for i in points]
-        places.update(x)
-        drawn.series[series["label"]] = axes.plot(
-            x, y, color=colour, linewidth=1.7, linestyle="--" if series.get("dashed") else "-",
-            marker=None if series.get("dashed") or len(x) > _MARKED else marker, markersize=4.5, zorder=3,
-        )[0]  # fmt: skip
-        if "low" in series:
-            low, high = [series["low"][i] for i in points], [series["high"][i] for i in points]
-            axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
-    axes.grid(True, linewidth=0.8)
-    axes.margins(x=0.03)
-    if 0 <= axes.dataLim.y0 < axes.dataLim.y1 / 3:
-        axes.set_ylim(bottom=0)  # nothing is hidden by beginning elsewhere
-    if axes.dataLim.y1 >= 10_000:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-    axes.set_xlabel(textwrap.fill(panel.get("xlabel", ""), 60))
-    axes.set_ylabel(textwrap.fill(panel.get("ylabel", ""), 34))
-    scale = panel.get("xscale", "linear")
-    if scale != "linear":
-        axes.set_xscale("log", base=int(scale.removeprefix("log")))
-        axes.xaxis.set_minor_locator(NullLocator())
-    if scale != "linear" or len(places) <= 4:
-        axes.set_xticks(sorted(places))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
-    elif all(float(x).is_integer() for x in places):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _draw_bars(
-    drawn: _Drawn, panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
-) -> None:
-    axes, counts, stacked = drawn.axes, _places(panel), bool(panel.get("stacked"))
-    tops, middles, top = {}, {}, 0.0
-    for category, count in places.items():  # downwards, in inches
-        room = _room(panel, count)
-        middles[category] = top + room / 2
-        tops[category] = middles[category] - counts[category] * _BAR / 2
-        top += room
-    taken, ends = Counter(), dict.fromkeys(counts, 0.0)
-    values = [y for series in panel["series"] for y in series.get("high", series["y"]) if y is not None]
-    sums = {c: sum(y or 0 for s in panel["series"] for x, y in zip(s["x"], s["y"]) if x == c) for c in counts}
-    if stacked:
-        values = list(sums.values())
-    most = max([*values, panel.get("reference", {}).get("y", 0.0)], default=1.0) or 1.0
-    for series in panel["series"]:
-        colour = looks[series["label"]][0]
-        for i, (category, value) in enumerate(zip(series["x"], series["y"])):
-            place = tops[category] + (0.5 + (0 if stacked else taken[category])) * _BAR
-            taken[category] += 1
-            if value is None:
-                if not stacked:
-                    _write(axes, "–", 0, place)
-                continue
-            start = ends[category] if stacked else 0.0
-            bar = axes.barh(place, value, _BAR * 0.82, left=start, color=colour, zorder=2)
-            drawn.series.setdefault(series["label"], bar)
-            ends[category] = start + value
-            if stacked:
-                if value > 0.09 * most and value < sums[category]:
-                    axes.text(
-                        start + value / 2, place, _number(value), ha="center", va="center_baseline", fontsize=7.5,
-                        color="#ffffff" if _is_deep(colour) else "#1f2328", zorder=4,
-                    )  # fmt: skip
-                continue
-            end = value
-            if "low" in series:
-                low, end = series["low"][i], max(series["high"][i], value)
-                axes.plot([low, end], [place, place], color=axes.yaxis.label.get_color(), linewidth=1.1, zorder=3)
-            _write(axes, _number(value), max(end, 0.0), place)  # of a bar to the left, where it begins
-    if stacked:
-        for category, end in ends.items():
-            _write(axes, _number(end) if end else "–", end, middles[category])
-    if len(panel["series"]) == 1 or all(set(series["x"]) == {series["label"]} for series in panel["series"]):
-        drawn.series = {}  # each bar is named where it stands
-    axes.set_xlim(min([0.0, *values]), most * 1.16)
-    _name_categories(axes, panel, middles, top)
-
-
-def _name_categories(axes: "Axes", panel: Mapping[str, Any], middles: Mapping[str, float], bottom: float) -> None:
-    axes.set_ylim(bottom, 0)
-    axes.set_yticks(list(middles.values()), [_wrapped(category) for category in middles])
-    axes.tick_params(axis="y", length=0, labelcolor=axes.yaxis.label.get_color())
-    axes.grid(True, axis="x", linewidth=0.8)
-    axes.set_xlabel(textwrap.fill(panel.get("ylabel", ""), 60))
-    axes.set_ylabel(textwrap.fill(panel.get("xlabel", ""), 40))
-
-
-def _draw_dots(
-    drawn: _Drawn, panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
-) -> None:
-    """A stripe for each category, and in it the series below each other, each with its range."""
-    axes, middles, bottom = drawn.axes, {}, 0.0
-    for number, (category, count) in enumerate(places.items()):
-        room = _room(panel, count)
-        middles[category] = bottom + room / 2
-        if number % 2 == 0:
-            axes.axhspan(bottom, bottom + room, color=axes.xaxis.get_gridlines()[0].get_color(), alpha=0.4, zorder=0)
-        bottom += room
-    counts, taken = _places(panel), Counter()
-    for series in panel["series"]:
-        colour, marker = looks[series["label"]]
-        points = []
-        for i, (category, value) in enumerate(zip(series["x"], series["y"])):
-            place = middles[category] + (taken[category] - (counts[category] - 1) / 2) * _DOT
-            taken[category] += 1
-            if value is None:
-                continue
-            points.append((value, place))
-            if "low" in series:
-                axes.plot([series["low"][i], series["high"][i]], [place] * 2, color=colour, linewidth=1.1, zorder=2)
-        drawn.series[series["label"]] = axes.plot(
-            *zip(*points), color=colour, marker=marker, markersize=4.5, linewidth=0, zorder=3
-        )[0]
-    axes.margins(x=0.04)
-    _name_categories(axes, panel, middles, bottom)
-
-
-def _write(axes: "Axes", text: str, x: float, y: float) -> None:
-    axes.annotate(text, (x, y), (3, 0), textcoords="offset points", va="center_baseline", fontsize=8, zorder=4)
-
-
-def _is_deep(colour: str) -> bool:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue < 140
-
-
-def _wrapped(name: str, columns: int = 24) -> str:
-    """A long name in as few lines as it needs, of much the same length, broken where names have joints."""
-
-    def broken(columns: int) -> list[str]:
-        lines = [""]
-        for part in re.findall(r"[^\s:/,]*[\s:/,]*", name):
-            if lines[-1] and len((lines[-1] + part).rstrip()) > columns:
-                lines.append("")
-            lines[-1] += part
-        return [line.rstrip() for line in lines]
-
-    every = [broken(width) for width in range(8, columns + 1)]
-    return "\n".join(next(lines for lines in every if len(lines) == len(every[-1])))
 
 
 __all__ = ["draw", "figure_of", "plot"]

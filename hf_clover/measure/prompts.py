@@ -55,6 +55,15 @@ class Question:
         return prompt_ids(tokenizer, messages)
 
 
+def prompt_after(prompt: Question | list[int], answers: Sequence[str], tokenizer: Any) -> list[int]:
+    return prompt.encode(tokenizer, answers) if isinstance(prompt, Question) else prompt
+
+
+def kind_of(prompt: Question | list[int]) -> tuple[str | None, int]:
+    """Its category and how many turns it has."""
+    return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
+
+
 def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
     """Token ids of a text as it is, or of messages through the chat template, up to where the answer begins."""
     if isinstance(prompt, str):
@@ -222,6 +231,8 @@ __all__ = [
     "function_starts",
     "functions",
     "held_out_sources",
+    "kind_of",
     "load_prompts",
     "load_questions",
+    "prompt_after",
 ]

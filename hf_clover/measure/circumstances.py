@@ -1,0 +1,76 @@
+"""What a reader must know to believe figures: what was asked of whom, through which template, what was left out."""
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from .prompts import Question, kind_of, prompt_after
+from .provenance import provenance
+
+logger = logging.get_logger(__name__)
+
+
+def that_fit(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Question | list[int]],
+    max_new_tokens: int,
+) -> tuple[list[Question | list[int]], list[dict[str, Any]]]:
+    """The prompts for which the target has positions, their longest answers included, and what the others are."""
+    most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    fit, left_out = [], []
+    for number, prompt in enumerate(prompts):
+        _, turns = kind_of(prompt)
+        tokens = len(prompt_after(prompt, [""] * (turns - 1), tokenizer)) + turns * max_new_tokens
+        if most is None or tokens <= most:
+            fit.append(prompt)
+        else:
+            is_question = isinstance(prompt, Question)
+            left_out.append({"prompt": number, "question": prompt.id if is_question else None, "tokens": tokens})
+    if left_out:
+        longest = max(one["tokens"] for one in left_out)
+        said = (
+            f"{len(left_out)} of {len(prompts)} prompts are too long for the target's {most} positions (up to "
+            f"{longest} tokens, with `max_new_tokens={max_new_tokens}` for each answer)"
+        )
+        if not fit:
+            raise ValueError(f"{said}: pass shorter ones, or fewer `max_new_tokens`.")
+        logger.warning(f"{said}; they are left out.")
+    return fit, left_out
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question | list[int]]) -> dict[str, Any]:
+    """What the chat template makes of a question, and whether it lets the target think first, where it has a switch
+    for that."""
+    if getattr(tokenizer, "chat_template", None) is None or not any(isinstance(p, Question) for p in prompts):
+        return {"chat_template": None, "thinking": None}
+
+    def made(**switch: bool) -> str:
+        messages = [{"role": "user", "content": "QUESTION"}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+
+    thinking = None
+    for name in ("enable_thinking", "thinking"):
+        on, off = made(**{name: True}), made(**{name: False})
+        thinking = made() == on if on != off else thinking
+    return {"chat_template": made(), "thinking": thinking}
+
+
+def circumstances(
+    target: PreTrainedModel, prompt_set: str, prompts: Sequence[Any], max_new_tokens: int
+) -> dict[str, Any]:
+    """What was asked of whom, where and when."""
+    return {
+        "target": Path(target.config.name_or_path).name,
+        "prompts": Path(prompt_set).name,
+        "num_prompts": len(prompts),
+        "max_new_tokens": max_new_tokens,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": target.device.type,
+        **provenance(),
+        "date": datetime.date.today().isoformat(),
+    }
