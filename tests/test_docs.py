@@ -11,6 +11,7 @@ import io
 import json
 import re
 import shlex
+import subprocess
 import shutil
 import sys
 from pathlib import Path
@@ -148,3 +149,13 @@ def test_every_experiment_is_in_the_index():
         assert f"](results/{report.name}) |" in index, report.name
     for figures in (folder / "results").glob("*.json"):
         assert any(figures.name in page.read_text() for page in (folder / "results").glob("*.md")), figures.name
+
+
+def test_the_repository_holds_files_and_no_links_out_of_it():
+    """A link to a folder of one machine leads nowhere on the next, and stands in the way of what belongs there."""
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout of git")
+    entries = [line.split(maxsplit=3) for line in listed.stdout.splitlines()]  # mode, hash, stage, path
+    assert len(entries) > 300
+    assert [path for mode, _, _, path in entries if mode == "120000"] == []
