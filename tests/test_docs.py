@@ -11,8 +11,8 @@ import io
 import json
 import re
 import shlex
-import subprocess
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
