@@ -196,20 +196,23 @@ class CloverCandidateGenerator:
         if not self._waiting:
             return
         new, self._waiting = Settled.joined(self._waiting), []
-        width, block = new.hidden.shape[1], self.block
-        if self.cache is None:
-            states = self.heads.encode(new.hidden, new.next_tokens)  # [B, m, d]
-        else:
-            if not self.cache.lengths:
-                self.cache.finish_filling(new.hidden.shape[0])
-            if block is None:  # plain causal attention needs no mask, so no blocks either
-                block = width if max(self.cache.lengths) == 0 and self.prompt_mask is None else BLOCK
-            parts = [self._encoded(new.part(start, start + block)) for start in range(0, width, block)]
-            states = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)  # [B, m, d]
+        if self.cache is not None and not self.cache.lengths:
+            self.cache.finish_filling(new.hidden.shape[0])
+        states = self._states_of(new)  # [B, m, d]
         state = new.at_last(states)  # [B, d]
         if min(new.counts) == 0 and self.state is not None:
             state = torch.where(torch.tensor(new.counts, device=state.device)[:, None] > 0, state, self.state)
         self.state = state
+
+    def _states_of(self, new: "Settled") -> torch.Tensor:
+        """[B, m, d], taken in by as many positions at once as the caller, or a mask, leaves room for."""
+        if self.cache is None:
+            return self.heads.encode(new.hidden, new.next_tokens)
+        width, block = new.hidden.shape[1], self.block
+        if block is None:  # plain causal attention needs no mask, so no blocks either
+            block = width if max(self.cache.lengths) == 0 and self.prompt_mask is None else BLOCK
+        parts = [self._encoded(new.part(start, start + block)) for start in range(0, width, block)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _encoded(self, new: "Settled") -> torch.Tensor:
         width = new.hidden.shape[1]

@@ -15,7 +15,7 @@ from transformers import CompileConfig
 from transformers.cache_utils import Cache
 
 from ..network.modeling_clover import CloverHeads
-from .drafting import BLOCK, CloverCandidateGenerator, Settled, grow
+from .drafting import CloverCandidateGenerator, Settled, grow
 from .foresight import Foresight
 from .masks import additive, visible_columns
 from .static_target import StaticTreeCache, compiled_function, lent_cache
@@ -90,22 +90,17 @@ class CompiledDrafter(CloverCandidateGenerator):
         self._waiting = [self._last_settled()]
 
     def _take_in_prompt(self) -> None:
-        """All columns at once, as they are; padding is masked."""
         prompt, *self._waiting = self._waiting
-        width = prompt.hidden.shape[1]
-        if self.cache is None:
-            states = self.heads.encode(prompt.hidden, prompt.next_tokens)  # [B, T, d]
-        else:
+        if self.cache is not None:
             self.cache.slots.lengths = [0] * len(prompt.counts)
-            block = self.block or (width if self.prompt_mask is None else BLOCK)
-            parts = []
-            for start in range(0, width, block):
-                part = prompt.part(start, start + block)
-                mask = self._mask(part.hidden.shape[1], part.hidden.device)
-                parts.append(self.heads.encode(part.hidden, part.next_tokens, mask, part.positions, self.cache))
-                self.cache.finish_filling(len(prompt.counts))
-            states = torch.cat(parts, dim=1)  # [B, T, d]
-        self.state = prompt.at_last(states)
+        self.state = prompt.at_last(self._states_of(prompt))
+
+    def _encoded(self, new: Settled) -> torch.Tensor:
+        """Of the prompt all columns as they are, padding too, which is masked."""
+        mask = self._mask(new.hidden.shape[1], new.hidden.device)
+        states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, self.cache)  # [B, m, d]
+        self.cache.finish_filling(len(new.counts))
+        return states
 
     def _last_settled(self) -> Settled:
         """Takes in what waits, up to its last `width` positions or fewer: these, filled up to `width`."""
