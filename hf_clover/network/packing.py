@@ -22,6 +22,15 @@ ROWS = 8  # that the order is chosen for; it was the fastest for 1 to 24
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 
 
+def multiplies_bfloat16_fast(device: torch.device) -> bool:
+    """Whether `device` has instructions for it. A CPU without them emulates it, twenty to fifty times slower than
+    float32."""
+    if device.type != "cpu":
+        return True
+    known = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear`, of a packed weight too."""
     if not weight.is_mkldnn:
@@ -138,4 +147,13 @@ def _check(weight: torch.Tensor) -> None:
         )
 
 
-__all__ = ["PackedLinear", "is_packed", "linear", "pack_for_cpu", "packed", "plain_weight", "unpack"]
+__all__ = [
+    "PackedLinear",
+    "is_packed",
+    "linear",
+    "multiplies_bfloat16_fast",
+    "pack_for_cpu",
+    "packed",
+    "plain_weight",
+    "unpack",
+]

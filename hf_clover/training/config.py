@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ..network.packing import multiplies_bfloat16_fast
 from .losses import TOKEN_LOSSES
-from .optimizers import multiplies_bfloat16_fast
 
 try:
     from trl import SFTConfig

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..network.packing import multiplies_bfloat16_fast
+
 HAS_MUON = hasattr(torch.optim, "Muon")  # torch 2.9 and later
 # By measure, on two targets with 40, 400 and 4,000 steps (examples/experiments). A step moves a matrix by its rate at
 # most: a run too short to get away from where it started takes larger ones. The decay keeps the matrices of a long run
@@ -22,15 +24,6 @@ FULL_RUN, MOST_TIMES = 400, 4.0
 def muon_rate(steps: int) -> float:
     """For a run of so many steps."""
     return MUON_RATE * min(max((FULL_RUN / max(steps, 1)) ** 0.5, 1.0), MOST_TIMES)
-
-
-def multiplies_bfloat16_fast(device: torch.device) -> bool:
-    """Whether `device` has instructions for it. A CPU without them emulates it, twenty to fifty times slower than
-    float32."""
-    if device.type != "cpu":
-        return True
-    known = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def orthogonalized(
