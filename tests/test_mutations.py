@@ -59,6 +59,7 @@ sys.exit(mutations.main([]))
 """
 
 
+@pytest.mark.long("tests/mutations.py")
 def test_a_survivor_is_noticed():
     script = CASES.format(tests=str(Path(__file__).parent), number=MUTATIONS.index(LEVELS))
     # Without what measures coverage: a broken copy is no part of the package.
