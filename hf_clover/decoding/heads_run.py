@@ -20,6 +20,7 @@ from .chain import ChainRun
 from .copying import Copies
 from .draft_graph import graphed_drafter, pays
 from .drafting import CloverCandidateGenerator
+from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
 from .state import Text
 from .static_drafting import compiled_drafter
@@ -50,6 +51,7 @@ class HeadsRun:
         if run.is_compiled and not run.has_the_users_cache:
             settings = (config.compile_config, mask, config.prefill_chunk_size)
             return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
+        heads = drafting_copy(heads, run.target)
         eager = CloverCandidateGenerator.for_conversation(
             heads, run.theirs, run.known_columns, mask, config.prefill_chunk_size
         )

@@ -31,6 +31,8 @@ class TargetMemory:
     # static_target: the static cache that was used last, while nobody uses it; what was compiled, by its shape
     idle_cache: Any = None
     compiled: dict[tuple, tuple] = field(default_factory=dict)
+    # drafting_copy: what drafts in place of each set of heads, and what it was made from
+    drafting_copies: WeakKeyDictionary = field(default_factory=WeakKeyDictionary)
     # budget: what was learned of it with each set of heads
     experience: WeakKeyDictionary = field(default_factory=WeakKeyDictionary)
 

@@ -248,12 +248,12 @@ class CloverHeads(PreTrainedModel):
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """What goes into lm_head [..., d] -> logits [..., V], or [..., draft V] where there is a draft vocabulary."""
         borrowed = self.borrowed
-        if self.config.draft_vocab_size is None:
-            weight = getattr(borrowed.lm_head, "weight", None)
-            logits = borrowed.lm_head(x.to(weight.dtype if is_plain(weight) else x.dtype))
-        elif borrowed.draft_rows is not None:
+        if borrowed.draft_rows is not None:
             rows, bias = borrowed.draft_rows
             logits = linear(x.to(rows.dtype), rows, bias)
+        elif self.config.draft_vocab_size is None:
+            weight = getattr(borrowed.lm_head, "weight", None)
+            logits = borrowed.lm_head(x.to(weight.dtype if is_plain(weight) else x.dtype))
         else:
             logits = borrowed.lm_head(x)[..., self.draft_ids]
         return borrowed.scale(logits)

@@ -129,26 +129,40 @@ def unpack(model: nn.Module) -> None:
         layer.__class__ = nn.Linear
 
 
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this torch and this processor pack weights of `dtype`."""
+    is_there = not _absent() and torch.backends.mkldnn.is_available()
+    return is_there and (dtype == torch.float32 or (dtype == torch.bfloat16 and _packs_bfloat16()))
+
+
+def _absent() -> list[str]:
+    return [f"torch.ops.mkldnn.{name}" for name in _OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+
+
+def _packs_bfloat16() -> bool:
+    return getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
+
+
 def _check(weight: torch.Tensor) -> None:
     if weight.device.type != "cpu":
         raise ValueError(
             f"`model` has weights on {weight.device}, and packing is for a CPU: leave it out, or move the model with "
             '`model.to("cpu")`.'
         )
-    absent = [f"torch.ops.mkldnn.{name}" for name in _OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+    absent = _absent()
     if absent or not torch.backends.mkldnn.is_available():
         what = " and ".join(absent) or "oneDNN (`torch.backends.mkldnn.is_available()` is False)"
         raise RuntimeError(f"`pack_for_cpu`: this build of torch lacks {what}. Leave packing out.")
-    known = {torch.float32: True, torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()}
-    if not known.get(weight.dtype):
+    if not can_pack(weight.dtype):
         raise ValueError(
             f"`model` is in {weight.dtype}, which cannot be packed on this processor: load it in float32"
-            f"{' or bfloat16' if known[torch.bfloat16] else ''}."
+            f"{' or bfloat16' if _packs_bfloat16() else ''}."
         )
 
 
 __all__ = [
     "PackedLinear",
+    "can_pack",
     "is_packed",
     "linear",
     "multiplies_bfloat16_fast",

@@ -36,7 +36,7 @@ class BorrowedParts:
     norm: nn.Module
     logit_scale: float
     logit_softcap: float | None
-    draft_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lm_head's rows of the draft vocabulary
+    draft_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lm_head's rows that score, if set apart
     packed_ids: torch.Tensor | None = None  # which these are, where they are packed
     is_packed: bool = False  # whether lm_head was
     source: nn.Module | None = None  # the target's own lm_head, of which `lm_head` is a copy where that is in parts

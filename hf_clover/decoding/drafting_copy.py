@@ -1,0 +1,83 @@
+"""The heads as a CPU drafts with them fastest.
+
+Contract: a draft may be off by a rounding, because what is emitted is the target's choice. So on a CPU a copy of the
+heads drafts: its linear layers, and the rows of lm_head that it scores with, are packed, in bfloat16 where the
+processor multiplies that and in float32 elsewhere. The user's heads and target stay as they are. The target's memory
+keeps the copy, and a new one is made after a weight has changed. Where a copy would not be faster, or could not be
+told from its original, the heads draft themselves.
+
+Shapes: D draft vocabulary (V where there is none), d hidden size.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..network.modeling_clover import CloverHeads
+from ..network.packing import can_pack, is_packed, multiplies_bfloat16_fast, pack_for_cpu, packed, plain_weight
+from ..network.target_parts import BorrowedParts, is_plain
+from .target_memory import memory_of
+
+LEAST_WEIGHTS = 2**19  # of the largest layer, from which on reading weights takes longer than calling operators
+
+
+@torch.no_grad()
+def drafting_copy(heads: CloverHeads, target: PreTrainedModel) -> CloverHeads:
+    """`heads`, which are bound to `target`, or what drafts in their place."""
+    if not _gains_by_it(heads):
+        return heads
+    copies, written = memory_of(target).drafting_copies, _what_is_copied(heads)
+    made_from, made = copies.get(heads, (None, None))
+    if made_from != written:
+        made = _copied(heads)
+        copies[heads] = written, made
+    return made
+
+
+def _gains_by_it(heads: CloverHeads) -> bool:
+    modules, lm_head = list(heads.modules()), heads.borrowed.lm_head
+    layers = [module for module in modules if isinstance(module, nn.Linear)]
+    is_large = any(layer.weight.numel() >= LEAST_WEIGHTS for layer in layers)
+    has_adapter = any(type(module).__module__.startswith("peft.") for module in modules)  # it can be switched off
+    is_fetched = any(hasattr(module, "_hf_hook") for module in modules)
+    weights = [*heads.parameters(), *lm_head.parameters()]
+    are_here = all(weight.device.type == "cpu" and is_plain(weight) for weight in weights)
+    are_divided = any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in weights)
+    return is_large and are_here and not (has_adapter or is_fetched or are_divided) and can_pack(_dtype())
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if multiplies_bfloat16_fast(torch.device("cpu")) else torch.float32
+
+
+def _what_is_copied(heads: CloverHeads) -> tuple:
+    """What tells whether the heads, or what they borrow, are still those of the copy."""
+    tensors = [*heads.parameters(), *heads.buffers(), *heads.borrowed.lm_head.parameters()]
+    versions = ((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
+    places = (0 if tensor.is_mkldnn else tensor.data_ptr() for tensor in tensors)
+    return tuple(versions), tuple(places)
+
+
+def _copied(heads: CloverHeads) -> CloverHeads:
+    made = copy.deepcopy(heads).eval()  # with plain weights, also where the original's are packed
+    made.config = heads.config  # which the user may change
+    for weight in made.parameters():
+        weight.data = weight.data.to(_dtype())
+    pack_for_cpu(made)
+    object.__setattr__(made, "_borrowed", _borrowed(heads))
+    return made
+
+
+def _borrowed(heads: CloverHeads) -> BorrowedParts:
+    """What the heads borrow, with the rows that score packed; other kinds of lm_head score themselves."""
+    borrowed, lm_head = heads.borrowed, heads.borrowed.lm_head
+    if not (type(lm_head) is nn.Linear or is_packed(lm_head)):
+        return borrowed
+    rows, bias = plain_weight(lm_head).detach(), lm_head.bias  # [V, d]
+    if heads.config.draft_vocab_size is not None:
+        rows, bias = rows[heads.draft_ids], None if bias is None else bias[heads.draft_ids]  # [D, d]
+    rows, bias = packed(rows.to(_dtype())), None if bias is None else bias.detach().to(_dtype())
+    return replace(borrowed, draft_rows=(rows, bias))

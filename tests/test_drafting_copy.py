@@ -1,0 +1,184 @@
+"""On a CPU a packed copy of the heads drafts: for whom, from what, and that it drafts what they would."""
+
+import copy
+
+import pytest
+import torch
+from fitting import fit
+from peft import LoraConfig
+from torch import nn
+from zoo import build, ragged_batch
+
+from hf_clover import CloverHeads, pack_for_cpu, unpack
+from hf_clover.decoding import drafting_copy as module
+from hf_clover.decoding import heads_run
+from hf_clover.decoding.drafting_copy import drafting_copy
+from hf_clover.decoding.record import speculations
+from hf_clover.network import packing
+from hf_clover.network.variants import VARIANTS
+
+pytestmark = pytest.mark.skipif(not packing.can_pack(torch.float32), reason="this torch packs nothing")
+VOCABULARY = 61
+DTYPES = [
+    torch.float32,
+    pytest.param(
+        torch.bfloat16,
+        marks=pytest.mark.skipif(not packing.can_pack(torch.bfloat16), reason="this processor has no bfloat16"),
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_layers_count(monkeypatch):
+    monkeypatch.setattr(module, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request, monkeypatch):
+    """Whether or not this processor multiplies bfloat16 fast."""
+    monkeypatch.setattr(module, "multiplies_bfloat16_fast", lambda device: request.param == torch.bfloat16)
+    return request.param
+
+
+@pytest.fixture
+def target():
+    return build("llama_bias", vocab_size=VOCABULARY).eval()
+
+
+def heads_of(target, variant="clover-x", **fields):
+    return CloverHeads.from_target(target, variant=variant, **fields).eval()
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, dtype, monkeypatch):
+    """As many drafts are accepted, within a few, and the tokens are plain generate's."""
+    batch = ragged_batch(VOCABULARY)
+    options = {**batch, "max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
+    expected = target.generate(**options)
+    heads = fit(heads_of(target, variant), target, prompt=batch["input_ids"][:1])
+    if draft_vocab_size is not None:
+        fewer = heads_of(target, variant, draft_vocab_size=draft_vocab_size)
+        fewer.load_state_dict(heads.state_dict(), strict=False)
+        heads = fewer
+    before = {name: weight.clone() for name, weight in heads.state_dict().items()}
+    drafted_by, accepted = [], []
+    for make in (drafting_copy, lambda heads, target: heads):
+        monkeypatch.setattr(
+            heads_run, "drafting_copy", lambda *args, make=make: drafted_by.append(make(*args)) or drafted_by[-1]
+        )
+        with speculations() as records:
+            actual = target.generate(**options, assistant_model=heads, num_assistant_tokens=8)
+        assert torch.equal(actual, expected)
+        accepted.append(records[0].accepted_tokens)
+    made, original = drafted_by
+    assert original is heads
+    assert made is not heads
+    assert made.dtype == dtype
+    assert all(packing.is_packed(layer) for layer in made.modules() if isinstance(layer, nn.Linear))
+    rows, bias = made.borrowed.draft_rows
+    assert rows.is_mkldnn
+    assert rows.dtype == dtype
+    assert len(rows) == (draft_vocab_size or VOCABULARY)
+    assert bias is None or bias.dtype == dtype
+    assert min(accepted) >= 8
+    assert abs(accepted[0] - accepted[1]) <= 0.1 * accepted[1]
+    # What is the user's is as it was.
+    assert not any(packing.is_packed(layer) for layer in [*heads.modules(), *target.modules()])
+    assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
+
+
+def test_positions_stay_in_single_precision(target, dtype):
+    heads = heads_of(target)
+    made = drafting_copy(heads, target)
+    assert torch.equal(made.rotary_emb.inv_freq, heads.rotary_emb.inv_freq)
+    assert made.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_it_is_made_once_and_anew_after_a_change(target):
+    heads = heads_of(target, draft_vocab_size=40)
+    made = drafting_copy(heads, target)
+    assert drafting_copy(heads, target) is made
+    with torch.no_grad():
+        heads.decoder.down.weight.add_(1.0)
+    second = drafting_copy(heads, target)
+    assert second is not made
+    learned = packing.plain_weight(second.decoder.down).float()
+    torch.testing.assert_close(learned, heads.decoder.down.weight, atol=1e-2, rtol=1e-2)
+    heads.draft_ids.copy_(heads.draft_ids.flip(0))
+    heads.bind(target)
+    third = drafting_copy(heads, target)
+    assert third is not second
+    with torch.no_grad():
+        target.lm_head.weight.mul_(2.0)
+    assert drafting_copy(heads.bind(target), target) is not third
+    assert third.config is heads.config
+
+
+def test_heads_that_are_packed_have_one_too(target):
+    heads = heads_of(target)
+    pack_for_cpu(target)
+    pack_for_cpu(heads)
+    made = drafting_copy(heads.bind(target), target)
+    assert made is not heads
+    assert drafting_copy(heads, target) is made
+    unpack(heads)
+    unpack(target)
+    assert drafting_copy(heads.bind(target), target) is not made
+
+
+def with_adapter(heads):
+    heads.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def on_no_device(heads):
+    heads.to("meta")
+
+
+def offloaded(heads):
+    heads.decoder._hf_hook = object()
+
+
+def too_small(heads):
+    for layer in heads.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(layer.weight[:0])
+
+
+@pytest.mark.parametrize("change", [with_adapter, on_no_device, offloaded, too_small])
+def test_where_the_heads_draft_themselves(target, change):
+    heads = heads_of(target)
+    assert drafting_copy(heads, target) is not heads
+    change(heads)
+    assert drafting_copy(heads, target) is heads
+
+
+def test_a_torch_that_packs_nothing(target, monkeypatch):
+    heads = heads_of(target)
+    monkeypatch.setattr(packing, "_OPERATORS", ("no_such_operator",))
+    assert drafting_copy(heads, target) is heads
+
+
+def test_it_goes_with_its_heads(target):
+    heads = heads_of(target)
+    copies = module.memory_of(target).drafting_copies
+    drafting_copy(heads, target)
+    assert len(copies) == 1
+    copy.deepcopy(heads)
+    del heads
+    assert len(copies) == 0
+
+
+def test_a_conversation_goes_on_with_it(target):
+    """The heads' keys and values of the first turn serve the second."""
+    heads = heads_of(target)
+    ids = ragged_batch(VOCABULARY)["input_ids"][:1]
+    options = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "pad_token_id": 0}
+    first = target.generate(ids, **options, assistant_model=heads)
+    plain = target.generate(ids, **options)
+    assert torch.equal(first.sequences, plain.sequences)
+    more = torch.cat((first.sequences, ids), dim=1)
+    second = target.generate(more, **options, assistant_model=heads, past_key_values=first.past_key_values)
+    expected = target.generate(more, **options, past_key_values=plain.past_key_values)
+    assert torch.equal(second.sequences, expected.sequences)
