@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
+from hf_clover.decoding import drafting_copy, heads_run
 from hf_clover.decoding.record import speculations
 from hf_clover.network import packing
 
@@ -218,12 +219,17 @@ def test_benchmark_measures_packed_and_not(words):
 
 
 @pytest.mark.parametrize("command", ["generate", "verify"])
-def test_commands_pack_the_target_and_the_heads(words, command, monkeypatch):
+def test_commands_pack_the_target_and_packed_heads_draft(words, command, monkeypatch):
     models, prompts = words
-    counts = []
+    counts, drafting = [], []
     monkeypatch.setattr(packing, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
+    monkeypatch.setattr(drafting_copy, "LEAST_WEIGHTS", 0)
+    made = heads_run.drafting_copy
+    monkeypatch.setattr(heads_run, "drafting_copy", lambda *args: drafting.append(made(*args)) or drafting[-1])
     few = {"generate": ["abc"], "verify": ["--prompts", str(prompts), "--num-prompts", "2", "--batch-size", "1"]}
     said = CliRunner().invoke(cli.app, [command, *models, *few[command], "--max-new-tokens", "8"])
     assert said.exit_code == 0, said.output
-    assert len(counts) == 2
-    assert min(counts) > 0
+    assert len(counts) == 1
+    assert counts[0] > 0
+    assert drafting
+    assert all(packed_layers(heads) for heads in drafting)

@@ -23,6 +23,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_clover import CloverHeads, pack_for_cpu
 from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting_copy import drafting_copy
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import root_only
 
@@ -46,7 +47,7 @@ def calls_of(
     run = TargetRun(target, GenerationConfig(), {"attention_mask": mask, "position_ids": positions, "use_cache": True})
     stack.enter_context(run.open())
     token = run.prefill(prompt)[:, -1].argmax(-1)  # [1]
-    drafter = CloverCandidateGenerator(heads.bind(target))
+    drafter = CloverCandidateGenerator(drafting_copy(heads.bind(target), target))
     drafter.extend(run.hidden, torch.cat((prompt[:, 1:], token[:, None]), dim=1), positions, [prompt.shape[1]])
     run.commit([()])
 
@@ -79,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         heads = load_heads(args, target)
         if kind == "packed weights":
             pack_for_cpu(target)
-            pack_for_cpu(heads)
         models[kind] = target, heads
     for length in args.contexts:
         prompt = torch.tensor([long_prompt(tokenizer, length)], device=target.device)

@@ -39,8 +39,7 @@ def load(
     if pack:
         from ..network.packing import pack_for_cpu
 
-        for each in (model, *([] if assistant is None else [assistant])):
-            pack_for_cpu(each)
+        pack_for_cpu(model)
     return model, load_tokenizer(target, **code), assistant
 
 

@@ -57,17 +57,14 @@ def with_heads(
 
 
 def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
-    """The same with packed weights, of copies."""
+    """The same with a packed copy of the target, to which copies of the heads are bound."""
     packed_target = copy.deepcopy(target)
     pack_for_cpu(packed_target)
-    copies: dict[CloverHeads | None, CloverHeads] = {}
+    copies = {method.heads: copy.deepcopy(method.heads) for method in methods if method.heads is not None}
     found = []
     for method in methods:
         options = method.options
         if method.heads is not None:
-            if method.heads not in copies:
-                copies[method.heads] = copy.deepcopy(method.heads)
-                pack_for_cpu(copies[method.heads])
             options = {**options, "assistant_model": copies[method.heads]}
         found.append(replace(method, name=f"{method.name}, packed", options=options, target=packed_target))
     return found
