@@ -56,7 +56,8 @@ def test_a_row_a_run_and_what_is_learned_shows(search, folder):
     heads = AutoModel.from_pretrained(folder / "heads")
     assert (heads.config.variant, heads.config.draft_vocab_size, heads.dtype) == ("clover-x", 20, torch.bfloat16)
     assert not list((folder / "heads").glob("*.py"))
-    again = run(search, folder, "again", "--tokens", "64", "--start", str(folder / "heads"))
+    gently = ("--tokens", "64", "--muon-rate", "0.001")
+    again = run(search, folder, "again", *gently, "--start", str(folder / "heads"))
     assert again["chain"] > short["chain"] + 0.5, "it goes on from what was saved"
 
 
@@ -69,7 +70,39 @@ def test_features_layers_and_copies(search, folder):
     assert row["parameters"] != plain["parameters"]
 
 
-def test_heads_with_features_are_not_saved(search, folder, capsys):
+@pytest.mark.parametrize("tried", ["features", "slots"])
+def test_heads_with_what_is_tried_are_not_saved(search, folder, capsys, tried):
     with pytest.raises(SystemExit):
-        run(search, folder, "saved", "--features", "0", "--save", str(folder / "nowhere"))
-    assert "--save: heads that read --features are known to this experiment alone" in capsys.readouterr().err
+        run(search, folder, "saved", f"--{tried}", "2", "--save", str(folder / "nowhere"))
+    assert f"--save: heads that read --{tried} are known to this experiment alone" in capsys.readouterr().err
+
+
+def test_slots_widths_and_losses(search, folder):
+    rows = {
+        name: run(search, folder, name, "--tokens", "3000", *words)
+        for name, words in {
+            "slots": ("--slots", "5"),
+            "slots without recall": ("--slots", "5", "--no-recall"),
+            "wide": ("--width", "64"),
+            "variation": ("--loss", "total variation"),
+        }.items()
+    }
+    short = run(search, folder, "short", "--tokens", "64")
+    assert min(row["chain"] for row in rows.values()) > short["chain"] + 0.5
+    assert len({row["parameters"] for row in rows.values()}) == 4
+
+
+def test_a_slot_sees_its_own_text_alone(search, folder):
+    """What is said of a place, and of its slots, is the same with other documents and other places beside it."""
+    target = search.AutoModelForCausalLM.from_pretrained(folder / "target").eval()
+    heads = search.Tried.from_target(target, draft_vocab_size=20).bind(target).eval()
+    heads.add_slots(5)
+    for layer in heads.layers:  # which start without a word
+        torch.nn.init.normal_(layer.self_attn.o_proj.weight)
+    size, tokens = target.config.hidden_size, torch.randint(1, 20, (13,))
+    states, positions = torch.randn(13, 1, size), torch.cat((torch.arange(6), torch.arange(7)))
+    both, of_both, _, _ = heads.read(states, tokens, positions, torch.tensor([2, 8, 10]))
+    second, of_second, _, _ = heads.read(states[6:], tokens[6:], positions[6:], torch.tensor([4]))
+    torch.testing.assert_close(both[6:], second, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(of_both[2], of_second[0], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(of_both[1], of_both[2], atol=1e-2)
