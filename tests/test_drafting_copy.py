@@ -1,6 +1,7 @@
 """On a CPU a packed copy of the heads drafts: for whom, from what, and that it drafts what they would."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from hf_clover.network.variants import VARIANTS
 
 pytestmark = pytest.mark.skipif(not packing.can_pack(torch.float32), reason="this torch packs nothing")
 VOCABULARY = 61
+LONG = pytest.mark.long("hf_clover/decoding/drafting_copy.py", "hf_clover/network")  # the default is in the short set
+OTHERS = [variant for variant in VARIANTS if variant != "clover-x"]
 DTYPES = [
     torch.float32,
     pytest.param(
@@ -50,8 +53,8 @@ def heads_of(target, variant="clover-x", **fields):
     return CloverHeads.from_target(target, variant=variant, **fields).eval()
 
 
-@pytest.mark.parametrize("draft_vocab_size", [None, 40])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("draft_vocab_size", [pytest.param(None, marks=LONG), 40])
+@pytest.mark.parametrize("variant", ["clover-x", *(pytest.param(other, marks=LONG) for other in OTHERS)])
 def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, dtype, monkeypatch):
     """As many drafts are accepted, within a few, and the tokens are plain generate's."""
     batch = ragged_batch(VOCABULARY)
@@ -182,3 +185,27 @@ def test_a_conversation_goes_on_with_it(target):
     second = target.generate(more, **options, assistant_model=heads, past_key_values=first.past_key_values)
     expected = target.generate(more, **options, past_key_values=plain.past_key_values)
     assert torch.equal(second.sequences, expected.sequences)
+
+
+def test_in_inference_mode_and_out_of_it(target):
+    heads, ids = heads_of(target), ragged_batch(VOCABULARY)["input_ids"][:1]
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    expected = target.generate(ids, **options)
+    with torch.inference_mode():
+        assert torch.equal(target.generate(ids, **options, assistant_model=heads), expected)
+        made = drafting_copy(heads, target)
+    assert made is not heads
+    assert drafting_copy(heads, target) is made
+    assert torch.equal(target.generate(ids, **options, assistant_model=heads), expected)
+    with torch.inference_mode():
+        loaded = heads_of(build("llama_bias", vocab_size=VOCABULARY).eval())  # whose weights have no versions
+        assert drafting_copy(loaded.bind(target), target) is not loaded
+
+
+def test_threads_that_begin_together(target):
+    heads, ids = heads_of(target), ragged_batch(VOCABULARY)["input_ids"][:1]
+    options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    expected = target.generate(ids, **options)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(target.generate, ids, **options, assistant_model=heads) for _ in range(6)]
+        assert all(torch.equal(call.result(), expected) for call in calls)
