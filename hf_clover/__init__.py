@@ -23,6 +23,7 @@ _HOME = {
     "CloverTrainer": "training.trainer",
     "CloverTrainingConfig": "training.config",
     "Speculation": "decoding.record",
+    "TextMemory": "decoding.copying",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
     "pack_for_cpu": "network.packing",
@@ -39,6 +40,7 @@ __all__ = [
     "CloverTrainer",
     "CloverTrainingConfig",
     "Speculation",
+    "TextMemory",
     "TreeCache",
     "__version__",
     "install_hook",
@@ -50,6 +52,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .decoding.cache import TreeCache
+    from .decoding.copying import TextMemory
     from .decoding.drafting import CloverCandidateGenerator
     from .decoding.hook import install_hook, uninstall_hook
     from .decoding.record import Speculation, speculations

@@ -209,6 +209,29 @@ def test_chat_through_standard_input(run, models, target):
     assert max(float(per_forward) for per_forward, *_ in figures) > 1
 
 
+def test_chat_remembers_beyond_clear_where_it_is_asked_to(run, models):
+    asked = ["chat", *models, "--max-new-tokens", "25", "--num-assistant-tokens", "6"]
+    plain, remembering = (
+        FIGURES.findall(run(*asked, *words, stdin="def f(x):\n/clear\ndef f(x):\n").out)
+        for words in ([], ["--remember", "500"])
+    )
+    assert plain[0][1:] == plain[1][1:] == remembering[0][1:]  # tokens and forwards: at first there is nothing to know
+    assert int(remembering[1][2]) < int(remembering[0][2])
+
+
+def test_remembering_needs_heads_that_copy(run, models, folder, tmp_path):
+    said = run("chat", *models[:2], "--remember", "500")
+    assert said.code == 2
+    assert "`--remember 500` with no heads: leave it out" in said.err
+    heads = CloverHeads.from_pretrained(folder / "heads")
+    heads.config.draft_copies = 0
+    heads.save_pretrained(tmp_path)
+    for command in ("chat", "serve"):
+        said = run(command, *models[:2], "--heads", str(tmp_path), "--remember", "500")
+        assert said.code == 2
+        assert "heads that copy nothing (`draft_copies` is 0 in config.json)" in said.err
+
+
 def test_chat_ends_with_its_input(run, models):
     said = run("chat", *models, stdin="")
     assert (said.code, said.err.strip().splitlines()[-1:] == ["Traceback"]) == (0, False)

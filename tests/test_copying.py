@@ -1,5 +1,6 @@
 """What stood in the text before, as drafts beside the heads': found, merged into the tree, and no token changed."""
 
+import copy
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import build, ragged_batch
 
-from hf_clover import CloverConfig, CloverHeads
+from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding.copying import RUN, Copies
 from hf_clover.decoding.tree import Tree, with_path
 
@@ -173,3 +174,84 @@ def test_the_budget_chooses_among_copies_too(model, monkeypatch):
 def test_a_number_of_copies_is_checked():
     with pytest.raises(ValueError, match="`draft_copies=-1` is impossible: it must be an integer from 0 to 1024"):
         CloverConfig(draft_copies=-1)
+
+
+# ---------------------------------------------------------------------- texts of earlier calls
+
+
+def remembered(texts, most_tokens):
+    """The slow twin: the texts that are left, oldest first."""
+    kept = []
+    for text in texts:
+        text = text[-most_tokens:]
+        kept = [known for known in kept if text[: len(known)] != known] + [text]
+        while sum(map(len, kept)) > most_tokens:
+            kept = kept[1:]
+    return kept
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=1, max_size=8),
+    st.integers(1, 30),
+    st.lists(st.integers(0, 1), min_size=RUN, max_size=RUN),
+    st.integers(1, 5),
+)
+def test_a_memory_knows_what_followed_in_the_last_text_that_has_the_run(texts, most_tokens, run, most):
+    memory = TextMemory(most_tokens)
+    for text in texts:
+        memory.add(text)
+    kept = remembered(texts, most_tokens)
+    assert len(memory) == sum(map(len, kept)) <= most_tokens
+    followed_by = [
+        text[end : end + most] for text in kept for end in range(RUN, len(text)) if text[end - RUN : end] == run
+    ]
+    found = memory.after(tuple(run), most)
+    if texts == kept:  # none was forgotten, which may leave a run without its place in an older text
+        assert found == (followed_by[-1] if followed_by else [])
+    assert found == [] or found in followed_by
+
+
+@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [(12,), (12, 7, 5)], ids=["one", "ragged"])
+def test_a_second_call_copies_from_the_first(lengths, kwargs):
+    """A request that comes again is answered in a few steps; the tokens stay plain generate's."""
+    model = build("llama", vocab_size=61)
+    inputs = ragged_batch(61, lengths)
+    options = {"max_new_tokens": 40, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, **options).sequences
+    heads = CloverHeads.from_target(model)
+    heads.text_memory = TextMemory(1000)
+    accepted = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        out = model.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=6)
+        assert torch.equal(out.sequences, plain)
+        accepted.append(out.speculation.accepted_tokens)
+    assert accepted[1] > accepted[0] + 15 * len(lengths)
+    assert 40 <= len(heads.text_memory) <= 1000
+
+
+def test_nobody_gets_texts_with_a_copy_of_the_heads(model, tmp_path):
+    heads = CloverHeads.from_target(model)
+    heads.text_memory = TextMemory(1000)
+    model.generate(**ragged_batch(VOCABULARY), max_new_tokens=20, pad_token_id=0, assistant_model=heads)
+    assert len(heads.text_memory) > 0
+    assert copy.deepcopy(heads).text_memory is None
+    heads.save_pretrained(tmp_path)
+    assert CloverHeads.from_pretrained(tmp_path).text_memory is None
+    assert CloverHeads.from_target(model).text_memory is None
+
+
+@pytest.mark.parametrize("most", [0, -1, 2.5, True, None])
+def test_a_memory_has_a_size(most):
+    with pytest.raises(ValueError, match=r"`most_tokens=.*` must be a positive integer"):
+        TextMemory(most)
+
+
+def test_heads_that_copy_nothing_need_no_memory(model):
+    heads = CloverHeads.from_target(model, draft_copies=0)
+    heads.text_memory = TextMemory(1000)
+    with pytest.raises(ValueError, match=r"`heads\.text_memory` is set, and `heads\.config\.draft_copies=0`"):
+        model.generate(**ragged_batch(VOCABULARY), max_new_tokens=4, pad_token_id=0, assistant_model=heads)

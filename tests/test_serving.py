@@ -266,6 +266,16 @@ def test_the_command_serves_the_target_with_its_heads(
     assert "/v1/chat/completions" in {route.path for route in app.routes}
 
 
+def test_the_command_remembers_texts_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    served: list[CloverHeads] = []
+    monkeypatch.setattr(serving, "serve", lambda target, tokenizer, heads, *_: served.append(heads))
+    models = ["--target", str(folder / "target"), "--heads", str(folder / "heads")]
+    for words in ([], ["--remember", "100"]):
+        assert not run(monkeypatch, *models, *words)
+    assert served[0].text_memory is None
+    assert served[1].text_memory.most_tokens == 100
+
+
 def test_continuous_batching_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,17 @@ def load(
     return model, load_tokenizer(target, **code), assistant
 
 
+def remember_texts(heads: Any, tokens: int) -> None:
+    """`--remember`."""
+    if tokens:
+        from ..decoding.copying import TextMemory
+
+        if heads is None or not heads.config.draft_copies:
+            lacking = "no heads" if heads is None else "heads that copy nothing (`draft_copies` is 0 in config.json)"
+            raise ValueError(f"`--remember {tokens}` with {lacking}: leave it out, or pass `--heads` that copy.")
+        heads.text_memory = TextMemory(tokens)
+
+
 def prompt_of(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise ValueError("PROMPT and `--file` exclude each other: pass one of them.")

@@ -55,6 +55,10 @@ NumAssistantTokens = Annotated[
     typer.Option("--num-assistant-tokens", min=1, help="Drafted nodes per step. Default: auto.", show_default=False),
 ]
 
+Remember = Annotated[
+    int, typer.Option("--remember", min=0, help="Tokens of earlier texts, whoever wrote them, to copy drafts from.")
+]
+
 
 def one_of(flag: str, words: list[str], known: tuple[str, ...]) -> list[str]:
     for word in words:

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from .inputs import load
-from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Pack, Target, TrustRemoteCode
+from .inputs import load, remember_texts
+from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Pack, Remember, Target, TrustRemoteCode
 
 
 def serve(
@@ -17,6 +17,7 @@ def serve(
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at.")] = 8000,
     num_assistant_tokens: NumAssistantTokens = None,
+    remember: Remember = 0,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -45,4 +46,5 @@ def serve(
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if num_assistant_tokens is not None:
         assistant.generation_config.num_assistant_tokens = num_assistant_tokens
+    remember_texts(assistant, remember)
     run(model, tokenizer, assistant, target or "stand-in", host, port)

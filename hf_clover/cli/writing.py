@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .inputs import load, prompt_of, settings_of
+from .inputs import load, prompt_of, remember_texts, settings_of
 from .options import (
     Device,
     Dtype,
@@ -16,6 +16,7 @@ from .options import (
     Heads,
     NumAssistantTokens,
     Pack,
+    Remember,
     Seed,
     Target,
     Temperature,
@@ -73,6 +74,7 @@ def chat(
     temperature: Temperature = 0.0,
     seed: Seed = None,
     num_assistant_tokens: NumAssistantTokens = None,
+    remember: Remember = 0,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -86,6 +88,7 @@ def chat(
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
+    remember_texts(assistant, remember)
     from rich.console import Console
 
     from ..apps.chat import Conversation

@@ -3,12 +3,15 @@
 Contract: `Copies` knows the rows' texts on the host, since every walk brings its tokens there. Where the last `RUN`
 tokens of a row stood before, what followed them is a path of drafts, which goes into the heads' tree with the
 probability that such tokens were right so far in this call: the best nodes of both are verified, as many as there were
-to be. What is copied costs the heads nothing and may go on for longer than they draft.
+to be. What is copied costs the heads nothing and may go on for longer than they draft. Where the run is new to its own
+text, it is looked up in a `TextMemory`, if the heads have one.
 
 Shapes: B batch, k copied tokens at most.
 """
 
 import math
+import threading
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -20,12 +23,61 @@ FORGET = 0.9  # of what was right, from step to step
 SURE = 0.98  # at most, of the next copied token
 
 
+Run = tuple[int, ...]
+
+
+class TextMemory:
+    """The last texts that heads drafted for, prompts and all, to copy from in later calls.
+
+    `heads.text_memory = TextMemory(100_000)`: whoever shares the heads shares these texts. Only drafts come from them,
+    so no token depends on what others wrote; how long a call takes may.
+
+    Args:
+        most_tokens: of all texts together. The oldest make room for a new one.
+    """
+
+    def __init__(self, most_tokens: int) -> None:
+        if isinstance(most_tokens, bool) or not isinstance(most_tokens, int) or most_tokens < 1:
+            raise ValueError(f"`most_tokens={most_tokens!r}` must be a positive integer: the tokens to remember.")
+        self.most_tokens = most_tokens
+        self._texts: deque[list[int]] = deque()
+        self._ends: dict[Run, tuple[list[int], int]] = {}  # a run -> the last text that has it, and where it ends
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """The tokens that are remembered."""
+        return sum(map(len, self._texts))
+
+    def add(self, text: Sequence[int]) -> None:
+        text = list(text[-self.most_tokens :])
+        with self._lock:
+            for known in [known for known in self._texts if text[: len(known)] == known]:  # a turn before this one
+                self._forget(known)
+            self._texts.append(text)
+            for end in range(RUN, len(text)):  # what ends the text is followed by nothing
+                self._ends[tuple(text[end - RUN : end])] = text, end
+            while len(self) > self.most_tokens:
+                self._forget(self._texts[0])
+
+    def _forget(self, text: list[int]) -> None:
+        self._texts = deque(known for known in self._texts if known is not text)
+        for end in range(RUN, len(text)):
+            run = tuple(text[end - RUN : end])
+            if self._ends.get(run, (None, 0))[0] is text:
+                del self._ends[run]
+
+    def after(self, run: Run, most: int) -> list[int]:
+        """What followed `run` where it stood last, `most` tokens of it."""
+        text, end = self._ends.get(run, ((), 0))
+        return list(text[end : end + most])
+
+
 class Copies:
-    def __init__(self, texts: Sequence[Sequence[int]], most: int) -> None:
-        """`most`: tokens copied at once."""
-        self.most = most
+    def __init__(self, texts: Sequence[Sequence[int]], most: int, memory: TextMemory | None = None) -> None:
+        """`most`: tokens copied at once. `memory`: of other texts."""
+        self.most, self.memory = most, memory
         self.texts: list[list[int]] = [[] for _ in texts]
-        self.ends: list[dict[tuple[int, ...], int]] = [{} for _ in texts]  # a run -> where the last one ended
+        self.ends: list[dict[Run, int]] = [{} for _ in texts]  # a run -> where the last one ended
         self.guesses: list[list[int]] = [[] for _ in texts]
         self.right = self.tried = 0.0
         for row, text in enumerate(texts):
@@ -54,8 +106,17 @@ class Copies:
         text.extend(tokens)
         for end in range(start, len(text)):
             ends[tuple(text[end - RUN : end])] = end
-        found = ends.get(tuple(text[-RUN:]))
-        self.guesses[row] = [] if found is None else text[found : found + self.most]
+        run = tuple(text[-RUN:])
+        if run in ends:
+            self.guesses[row] = text[ends[run] : ends[run] + self.most]
+        else:
+            self.guesses[row] = [] if self.memory is None else self.memory.after(run, self.most)
+
+    def remember(self) -> None:
+        """The texts are over: they go into the memory."""
+        if self.memory is not None:
+            for text in self.texts:
+                self.memory.add(text)
 
     def added_to(self, tree: Tree, rows: Sequence[int]) -> Tree:
         """The best nodes of `tree`, whose rows are these, and of what is copied; as many as it had."""

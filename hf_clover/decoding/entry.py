@@ -44,6 +44,7 @@ def generate_with(
     if num_assistant_tokens is None:
         num_assistant_tokens = _first_set("num_assistant_tokens", settings)
     check_nodes(num_assistant_tokens)
+    check_memory(heads)
     place_heads(heads, model)
     heads.bind(model)
     share_random_state(model)
@@ -128,6 +129,14 @@ def refuse_empty_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
                 f"`attention_mask` leaves batch row {empty[0]} without a prompt: every row needs at least one token "
                 "(a beginning-of-sequence token will do), or leave the row out of the batch."
             )
+
+
+def check_memory(heads: CloverHeads) -> None:
+    if heads.text_memory is not None and not heads.config.draft_copies:
+        raise ValueError(
+            "`heads.text_memory` is set, and `heads.config.draft_copies=0` copies nothing from it: set the second to "
+            "10, as new heads have it, or the first to None."
+        )
 
 
 def place_heads(heads: CloverHeads, model: PreTrainedModel) -> None:

@@ -38,7 +38,7 @@ class HeadsRun:
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
         most = heads.config.draft_copies if (run.shape or heads.config.draft_tree) != "chain" else 0
-        self.copies = Copies([row.tolist() for row in text.rows()], most) if most else None
+        self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
@@ -128,7 +128,10 @@ class HeadsRun:
         text.running = [text.running[place] for place in going]
 
     def hand_back(self, sequences: torch.Tensor, synced_gpus: bool) -> Any:
-        """The cache, which the caller or plain generate can go on with, where anybody gets it."""
+        """The cache, which the caller or plain generate can go on with, where anybody gets it. The text is over."""
+        if self.copies is not None:
+            self.copies.take_in(self.text.take_fresh())
+            self.copies.remember()
         if not self.run.keeps_cache:
             return None
         cache = self.run.hand_back(self.run.bring_rows_to_one_length(sequences, synced_gpus))

@@ -69,6 +69,7 @@ class CloverHeads(PreTrainedModel):
     _no_split_modules = ["AugmentingLayer"]
     _supports_sdpa = True
     supports_gradient_checkpointing = False
+    text_memory: Any = None  # a `TextMemory` of the package, to copy drafts from
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__(config)
@@ -284,8 +285,8 @@ class CloverHeads(PreTrainedModel):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the target behind."""
-        return {**self.__dict__, "_borrowed": None}
+        """Copies and pickles leave the target behind, and the texts of others."""
+        return {**self.__dict__, "_borrowed": None, "text_memory": None}
 
     # ------------------------------------------------------------------ making, saving, generating
 
