@@ -30,6 +30,7 @@ from hf_clover.decoding.budget import (
     PLAIN_EVERY,
     SHORTEST_REST,
     SIZES,
+    START,
     Acceptance,
     AutomaticBudget,
     Costs,
@@ -231,9 +232,10 @@ def test_heads_that_know_nothing_cost_next_to_nothing(rows):
     assert machine.budget.costs.rest == LONGEST_REST
 
 
-def until_all_have(tokens, tops, **machine):
+def until_all_have(tokens, tops, seed=0, **machine):
     """Seconds until every row has so many, rows with a chance of `tops`. A step takes what it takes for any rows."""
     machine = Machine(rows=len(tops), **machine)
+    machine.rng = random.Random(seed)
     budget, going, lengths, seconds = machine.budget, list(range(len(tops))), [0] * len(tops), 0.0
     while going:
         machine.rows, place = len(going), torch.tensor(going)
@@ -253,8 +255,9 @@ def until_all_have(tokens, tops, **machine):
 def test_a_call_is_over_with_its_last_row():
     """Most rows would gain by half; the one that gains nothing decides how long all wait."""
     machine = dict(plain=10e-3, draft=6e-3, start=13e-3, slope=0.2e-3)
-    assert until_all_have(400, [0.7] * 8, **machine) < 0.8 * 400 * machine["plain"]
-    assert until_all_have(400, [0.7] * 7 + [0.03], **machine) < 1.1 * 400 * machine["plain"]
+    for tops, share in (([0.7] * 8, 0.8), ([0.7] * 7 + [0.03], 1.1)):
+        seconds = [until_all_have(400, tops, seed, **machine) for seed in range(6)]
+        assert statistics.mean(seconds) < share * 400 * machine["plain"]
 
 
 @pytest.mark.parametrize(("draft", "start"), [(4e-3, 11e-3), (6e-3, 16e-3)], ids=["by far", "by half"])
@@ -309,6 +312,32 @@ def test_plain_steps_are_measured_again_only_where_it_is_close():
     close.run(300)
     assert clear.sizes.count(0) == 1
     assert close.sizes.count(0) > 300 // PLAIN_EVERY
+
+
+def test_no_more_is_drafted_than_may_pay():
+    """Where six tokens cost what one does, and more cost much more, a fourth of the drafts looks beyond."""
+    machine = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.0, top=0.6)
+    machine.forward = lambda nodes: 10e-3 if nodes <= 5 else 18e-3
+    drafted, tree = [], machine.tree
+    machine.tree = lambda nodes: drafted.append(nodes) or tree(nodes)
+    machine.run(40)
+    drafted.clear()
+    machine.run(200)
+    assert statistics.mode(machine.sizes) == statistics.mode(drafted) == 5
+    assert 0.1 < sum(nodes > 5 for nodes in drafted) / len(drafted) < 0.35
+
+
+def test_the_next_call_drafts_as_many_as_the_last():
+    machine = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.3e-3, top=0.7)
+    first = AutomaticBudget(machine.budget.experience, 63, None, None)
+    first._look_up(1, 100).plain.add(10e-3)
+    assert first.ask(1, 100) == max(size for size in SIZES if size <= START)
+    machine.run(100)
+    reach = machine.budget.ask(1, 100)
+    assert 3 <= reach <= 11
+    again = AutomaticBudget(machine.budget.experience, 63, None, None)
+    assert again.ask(1, 100) == reach
+    assert AutomaticBudget(machine.budget.experience, 2, None, None).ask(1, 100) == 2, "as many as it may"
 
 
 def test_a_ceiling_holds():

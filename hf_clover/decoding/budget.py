@@ -31,6 +31,7 @@ from .tree import Tree
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
 START = 24  # nodes of the first trees, shared by the rows
+LATELY = 12  # trees: as many nodes are drafted as the largest of them had, and more where more may pay
 SHORTEST_REST, LONGEST_REST = 8, 128  # steps
 LONG_REST, HOPELESS = 32, 3  # steps, and rests in a row that may be no longer: a text has easy stretches too
 SHARE = 0.04  # of a rest's time, that the draft before it may have lost
@@ -39,6 +40,7 @@ PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are
 NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
 MUCH = 1.5  # times the second time of a size, beyond which its first is not believed
+LOOK_EVERY = 4  # drafts, after which two sizes more are drafted where all that was drafted paid; at first, always
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 # What is believed of costs before any is seen, each with how far it may be off; all in logarithms but the first two.
 ON_CPU, ON_DEVICE = (1.4, 0.09), (1.1, 0.0)  # plain steps that a tree of 7 nodes costs, and growth as tokens double
@@ -119,6 +121,8 @@ class Costs:
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
     resting: int = 0  # steps that are left of a pause
     rests: int = 0  # since a draft last paid
+    chosen: tuple[int, ...] = ()  # nodes of the last trees
+    reach: int = START  # nodes that are drafted for all rows, of which the best are taken
 
     def learn_plain(self, seconds: float) -> None:
         self.plain.add(seconds)
@@ -248,9 +252,7 @@ class AutomaticBudget:
         self.costs: Costs | None = None
         self.key: Hashable = None
         self.drafts = self.since_plain = 0
-        self.reach = self.sizes[-1]  # nodes drafted, of which the best are taken
         self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
-        self.chosen: deque[int] = deque(maxlen=8)
         self.drafted = 0  # nodes, in this step
         self.replayed = 0  # tokens, likewise
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
@@ -268,9 +270,8 @@ class AutomaticBudget:
             return 0
         if self.has_fixed_reach:
             return self.sizes[-1]
-        if not self.chosen:
-            self.reach = self._snapped(max(START // rows, 1))
-        return self.reach
+        reach = costs.reach if costs.chosen else max(START // rows, 1)
+        return max(size for size in self.sizes if size <= reach)
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         """`rows`: those that are unfinished; `lengths`: of their texts."""
@@ -283,9 +284,6 @@ class AutomaticBudget:
             return tree  # nothing to choose from; the walk will say so
         shortest = min(lengths)
         best = self._best(log_probs, [place for place, length in enumerate(lengths) if length == shortest])
-        self.chosen.append(best)
-        larger = [size for size in self.sizes if size > best][:2]  # two: a size may be dearer than the one above it
-        self.reach = [best, *larger][-1] if best >= self.reach else max(1, *self.chosen)
         self.log_probs = log_probs[:, :best]
         return tree.first(best)
 
@@ -331,16 +329,16 @@ class AutomaticBudget:
         sure = SURE * math.exp(4 * costs.noise / known**0.5)
         return self.since_plain >= min(2 << known, PLAIN_EVERY) and costs.advantage < sure
 
-    def _snapped(self, nodes: int) -> int:
-        return max((size for size in self.sizes if size <= nodes), default=0)
-
     def _best(self, log_probs: torch.Tensor, last: Sequence[int]) -> int:
         """How many nodes of a tree are worth their time. `last`: the places of the rows that are furthest behind."""
         costs = self.costs
         drafted = int((log_probs > -torch.inf).sum(1).max())  # the rest are places that could not be filled
         sizes = [size for size in self.sizes if size <= drafted]
+        within = len(sizes)
+        if drafted == log_probs.shape[1]:  # two more: a size may be dearer than the one above it
+            sizes += [size for size in self.sizes if size > drafted][:2]
         self.drafts += 1
-        gains = self._gains(log_probs, last).tolist()  # [N] tokens of a row beyond its own
+        gains = _with_more(self._gains(log_probs, last)[:drafted].tolist(), sizes[-1])
         forwards, costs.noise = cost_by_size(
             costs.in_plain_steps(costs.forwards), [size + self.replayed for size in sizes], *self.guess
         )
@@ -350,20 +348,25 @@ class AutomaticBudget:
         steps = [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
         if not self.replayed:
             steps[0] = drafts[0] / slower + 1
-        tokens = [1 + (gains[size - 1] if size else 0.0) for size in sizes]
+        tokens = [1 + sum(gains[:size]) for size in sizes]
         rates = [t / s for t, s in zip(tokens, steps, strict=True)]
-        place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * max(rates))
+        best = max(rates[:within])
+        place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * best)
+        costs.chosen = (*costs.chosen, sizes[place])[-LATELY:]
+        looks = len(costs.chosen) < LATELY or self.drafts % LOOK_EVERY == 0
+        may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > best)
+        costs.reach = sizes[-1] if may_pay else max(1, *costs.chosen)
         self._rest_or_go_on(costs, rates[place], steps[place] - tokens[place])
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
-            place = min(place + 1, len(sizes) - 1) if up else place - 1
+            place = min(place + 1, within - 1) if up else place - 1
         return sizes[place]
 
     def _gains(self, log_probs: torch.Tensor, last: Sequence[int]) -> torch.Tensor:
-        """[N]: what a row gains from as many nodes. The call is over with its last row, while every row that ends
+        """[N]: tokens that a row gains by each node. The call is over with its last row, while every row that ends
         makes the steps of the others cheaper; so those furthest behind count as much as all rows do."""
         expected = self.acceptance.expected(log_probs)  # [rows, N]
-        return ((expected.mean(0) + expected[last].mean(0)) / 2).cumsum(0)
+        return (expected.mean(0) + expected[last].mean(0)) / 2
 
     def _rest_or_go_on(self, costs: Costs, advantage: float, lost: float) -> None:
         """`lost`: plain steps that this draft takes longer than as many tokens by plain steps."""
@@ -379,6 +382,13 @@ class AutomaticBudget:
             costs.resting = min(max(costs.rest, int(lost / SHARE)), longest)
             costs.rest = min(2 * costs.resting, longest)
             self.acceptance.forget()
+
+
+def _with_more(gains: list[float], size: int) -> list[float]:
+    """`gains` of the nodes of a tree, and of as many more as make it `size`: they fall on as they fell so far."""
+    fall = (gains[-1] / gains[0]) ** (1 / (len(gains) - 1)) if len(gains) > 1 else gains[0]
+    more = range(1, size - len(gains) + 1)
+    return gains + [gains[-1] * min(fall, 1.0) ** place for place in more]
 
 
 Budget = FixedBudget | AutomaticBudget
