@@ -162,6 +162,7 @@ def _cache_layers(config: Any) -> list[Any]:
 # A tree with a fork, a grandchild on either side and one node more than the walk keeps.
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
 _TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
+_TREE_LEAVES = (5, 6)  # whose paths go over all nodes
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
 
 
@@ -214,9 +215,8 @@ def _tree_error(target: PreTrainedModel) -> float:
             if turn == 0:
                 errors += [_distance(logits[row, 0], stepped[row]) for row in range(2)]
             for row, text in enumerate(prompts):
-                for node in range(len(_TREE_PARENTS)):
-                    path = _path_to(node)
-                    errors.append(_error(target, logits[row, node], text + [tokens[row][n] for n in path]))
+                for path in map(_path_to, _TREE_LEAVES):
+                    errors += _errors(target, logits[row, path], text + [tokens[row][n] for n in path])
             run.commit(_WALKED)
             prompts = [text + [tokens[row][n] for n in _WALKED[row]] for row, text in enumerate(prompts)]
             tokens = [row[1:] + row[:1] for row in tokens]
@@ -237,12 +237,13 @@ class _NotANumberError(Exception):
     """The target's plain logits are NaN, so there is nothing to compare with."""
 
 
-def _error(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> float:
-    """How far `logits` [V] are from plain ones for the same text, against how far those spread."""
+def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> list[float]:
+    """How far `logits` [k, V] are from plain ones of the last k tokens of `text`, against how far those spread."""
     inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
     if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
         inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
-    return _distance(logits, target(**inputs, use_cache=False).logits[0, -1])
+    plain = target(**inputs, use_cache=False).logits[0, -len(logits) :]  # [k, V]
+    return [_distance(*pair) for pair in zip(logits, plain, strict=True)]
 
 
 def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
