@@ -10,7 +10,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.support import CloverWarning, _why_no_tree
 
 VOCABULARY, NEW = 32, 30
 RUNS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
@@ -159,3 +159,22 @@ def test_targets_that_cannot_verify_drafts_fall_back(name, attention):
         assert out.speculation.method == "plain"
         assert out.speculation.reason
         assert out.speculation.reason in str(caught[0].message)
+
+
+@pytest.mark.parametrize("node", [None, *range(7)])
+def test_a_trial_sees_a_fault_at_any_node(node):
+    """Before the first tree, a trial tree's logits are compared with those of its two paths: 13 forwards in all."""
+    target, forwards = build("llama"), []
+
+    def faulty(module, args, kwargs, output):
+        forwards.append(kwargs["input_ids"].shape[1])
+        if node is not None and len(kwargs["input_ids"]) == 2 and forwards[-1] == 7:  # a tree, for two rows
+            output.logits[0, node] += torch.randn(output.logits.shape[-1])
+
+    target.register_forward_hook(faulty, with_kwargs=True)
+    why_not = _why_no_tree(target)
+    if node is None:
+        assert why_not is None
+        assert len(forwards) == 13
+    else:
+        assert "its logits for a trial tree differ from those of plain forwards" in why_not
