@@ -437,7 +437,7 @@ def test_where_the_tree_size_comes_from(model):
 
 
 @pytest.mark.parametrize("tree", ["global", "levels", "chain"])
-@pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
+@pytest.mark.parametrize("variant", ["clover-x", "clover-2", "clover", "medusa"])
 def test_every_way_to_grow_a_tree(model, variant, tree):
     heads = CloverHeads.from_target(model, variant=variant, draft_tree=tree)
     for lengths in SHAPES.values():
