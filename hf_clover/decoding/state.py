@@ -71,7 +71,6 @@ class Text:
     in_lockstep: bool = True  # all rows stand at the same token, because something looks at the whole batch
     is_plain_greedy: bool = False  # picking a token takes its logits and nothing else
     scores_decide: bool = False  # no processor looks at the text
-    is_pure: bool = False  # processors and criteria may be called for tokens that are then dropped
     dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
     finished: list[bool] = field(default_factory=list)
     running: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
@@ -115,7 +114,6 @@ class Text:
         rowwise = all(type(p) in _ROWWISE_PROCESSORS for p in processors) and kinds.issubset(_ROWWISE_CRITERIA)
         ends_alone = text.pad is not None or kinds == {MaxLengthCriteria}
         text.scores_decide = all(type(p) in _SCORE_PROCESSORS for p in processors)
-        text.is_pure = rowwise and kinds <= {MaxLengthCriteria, EosTokenCriteria}
         text.in_lockstep = all_as_one or batch == 1 or not rowwise or not ends_alone or records or streamer is not None
         text.is_plain_greedy = (
             not (config.do_sample or processors or records or (batch > 1 and text.in_lockstep))
