@@ -24,22 +24,24 @@ from zoo import build
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget import (
     LONGEST_REST,
+    PLAIN_EVERY,
+    Acceptance,
+    AutomaticBudget,
+    Experience,
+    FixedBudget,
+    check_nodes,
+    make_budget,
+)
+from hf_clover.decoding.costs import (
     NOISE,
     ON_CPU,
     ON_DEVICE,
-    PLAIN_EVERY,
     SHORTEST_REST,
     SIZES,
     START,
-    Acceptance,
-    AutomaticBudget,
     Costs,
-    Experience,
-    FixedBudget,
     Recent,
-    check_nodes,
     cost_by_size,
-    make_budget,
 )
 from hf_clover.decoding.target_memory import memory_of
 from hf_clover.decoding.tree import Tree, root_only

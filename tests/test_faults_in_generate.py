@@ -24,7 +24,8 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.attention import attention_for_trees
-from hf_clover.decoding.budget import ON_CPU, cost_by_size, make_budget
+from hf_clover.decoding.budget import make_budget
+from hf_clover.decoding.costs import ON_CPU, cost_by_size
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import root_only
 
