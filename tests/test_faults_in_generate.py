@@ -52,7 +52,7 @@ def heads(model):
 @pytest.mark.automatic
 @pytest.mark.parametrize("target", ["llama", "bloom", "lfm2", "qwen3_next"])
 def test_memory_does_not_grow(target):
-    """500 generations of many kinds; what is found out about the target at the first is kept, and nothing after that."""
+    """500 generations of many kinds; what is found out at the first is kept, and nothing after that."""
     model = build(target, vocab_size=VOCABULARY)
     heads, other = CloverHeads.from_target(model), CloverHeads.from_target(model, variant="medusa")
 
