@@ -64,11 +64,13 @@ def test_memory_does_not_grow(target):
             options |= {"num_assistant_tokens": 6} if i % 7 < 3 else {}
             options |= {"cache_implementation": "static"} if i % 11 == 0 else {}
             model.generate(**ragged_batch(VOCABULARY, ((5,), (4, 7), (5, 9, 3))[i % 3]), **options)
-        memory_of(model).experience.clear()  # what steps took: `Costs` keeps the last of them and no more
+        experience = memory_of(model).experience
+        kinds = sum(len(learned.costs) for learned in experience.values())
+        experience.clear()  # what steps of each kind took: `Costs` keeps the last of them and no more
         gc.collect()
         things = gc.get_objects()
         # By their type: to be asked for its class makes many a stand-in import what it stands for.
-        return len(things), sum(issubclass(type(thing), torch.Tensor) for thing in things)
+        return len(things), sum(issubclass(type(thing), torch.Tensor) for thing in things), kinds
 
     before = some(60)
     tracemalloc.start()
@@ -79,6 +81,7 @@ def test_memory_does_not_grow(target):
     assert after[1] - before[1] < 30, "tensors"
     assert after[0] - before[0] < 300, "objects, of 440 generations"
     assert grown < 300_000, "bytes"
+    assert after[2] <= 2 * 3 * 2 * 3, "kinds of steps: heads, rows, caches, and doublings of the text"
 
 
 # ---------------------------------------------------------------------- threads
