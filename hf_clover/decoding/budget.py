@@ -16,6 +16,7 @@ import math
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -223,6 +224,7 @@ class AutomaticBudget:
             sizes += [size for size in self.sizes if size > drafted][:2]
         self.drafts += 1
         gains = _with_more(self._gains(log_probs, last)[:drafted].tolist(), sizes[-1])
+        gained = list(accumulate(gains, initial=1.0))  # tokens of a step over as many nodes
         forwards, costs.noise = cost_by_size(
             costs.in_plain_steps(costs.forwards), [size + self.replayed for size in sizes], *self.guess
         )
@@ -232,7 +234,7 @@ class AutomaticBudget:
         steps = [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
         if not self.replayed:
             steps[0] = drafts[0] / slower + 1
-        tokens = [1 + sum(gains[:size]) for size in sizes]
+        tokens = [gained[size] for size in sizes]
         rates = [t / s for t, s in zip(tokens, steps, strict=True)]
         best = max(rates[:within])
         place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * best)

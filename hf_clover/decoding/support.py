@@ -162,7 +162,7 @@ def _cache_layers(config: Any) -> list[Any]:
 # A tree with a fork, a grandchild on either side and one node more than the walk keeps.
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
 _TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
-_TREE_LEAVES = (5, 6)  # whose paths go over all nodes
+_TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths go over all nodes
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
 
 
