@@ -216,10 +216,10 @@ def _chunks(rows: torch.Tensor, vocab_size: int, chunk_elements: int) -> Iterato
 
 def _target_side(states: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
     """[C, d] -> the target's probabilities of the draft ids [C, D], and its choice among them [C] (-1: not there)."""
-    logits = terms.target_score(states).float()  # [C, V]
-    best, _ = logits.max(-1)  # [C]
+    logits = terms.target_score(states)  # [C, V]
+    best = logits.amax(-1)  # [C]
     best_draftable, choice = terms.draftable(logits).max(-1)  # [C], [C]
-    p = terms.draftable(logits.softmax(-1))  # [C, D]
+    p = terms.draftable(logits.softmax(-1, dtype=torch.float32))  # [C, D]
     return p, torch.where(best_draftable == best, choice, -1)
 
 

@@ -246,6 +246,10 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             draft_ids=self.heads.draft_ids if config.draft_vocab_size is not None else None,
         )
 
+    def _computing(self) -> torch.autocast:
+        """What is scored with the lm_head, most of a step's products, in the precision that the heads compute in."""
+        return torch.autocast(self.heads.device.type, torch.bfloat16, enabled=self.args.bf16)
+
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         _, training_args, packing, formatting_func, name = args
         check_columns(dataset, name, training_args.dataset_text_field, formatting_func)
@@ -318,7 +322,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 attention_mask=None if padding is None else padding[:, :-1],
                 position_ids=None if position_ids is None else position_ids[:, :-1],
             )
-        sums, ranks = head_losses(outputs.head_outputs, final_states, mask, self._loss_terms)  # [K], [K, B, T]
+        with self._computing():
+            sums, ranks = head_losses(outputs.head_outputs, final_states, mask, self._loss_terms)  # [K], [K, B, T]
         loss = weighted_loss(sums, counts if num_items_in_batch is None else num_items_in_batch, config.loss_decay)
         if not torch.isfinite(loss):
             self._raise_not_finite(sums, hidden_states)

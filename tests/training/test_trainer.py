@@ -151,12 +151,18 @@ def test_heads_are_trained_in_float32_and_saved_whole(tmp_path: Path) -> None:
     assert all(torch.equal(weights(trainer)[name], tensor) for name, tensor in again.heads.state_dict().items())
 
 
-def test_mixed_precision(tmp_path: Path) -> None:
-    """bfloat16 only: on the CPU, where this runs, transformers does not autocast to float16."""
+def test_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 only: on the CPU, where this runs, transformers does not autocast to float16. What is scored with the
+    lm_head, most of a step's products, is computed in it too."""
+    score, scored = CloverHeads.score, []
+    monkeypatch.setattr(CloverHeads, "score", lambda heads, x: scored.append(score(heads, x)) or scored[-1])
     plain = make_trainer(tmp_path, make_target(), max_steps=3)
     plain.train()
+    assert {scores.dtype for scores in scored} == {torch.float32}
+    scored.clear()
     mixed = make_trainer(tmp_path, make_target(), max_steps=3, bf16=True)
     mixed.train()
+    assert {scores.dtype for scores in scored} == {torch.bfloat16}
     assert mixed.heads.dtype == torch.float32
     assert losses(mixed) == pytest.approx(losses(plain), rel=0.03)
     assert losses(mixed) != losses(plain)
