@@ -171,9 +171,16 @@ def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path,
         assert set(row["tokens_per_forward"]) == set(learning.WAYS)
         assert set(row["by_category"]) == {"math", "qa"}
         assert all(set(figures) == set(learning.WAYS) for figures in row["by_category"].values())
-        assert all(0 <= share <= 1 for share in row["accepted_by_position"])
+        assert all(0 <= share <= 1 for shares in row["accepted_by_position"].values() for share in shares)
     assert result["settings"]["questions"] == "questions.jsonl"
     assert str(tmp_path) not in json.dumps(result["settings"])
+    run(learning, folder, work, *options, "--measure", "--batch-sizes", "1")
+    measured = json.loads((work / "learning-by-category-128-0.json").read_text())
+    assert measured["is_whole"]
+    methods = ["plain", "clover-2", "eagle-3", "prompt-lookup"]
+    assert [(row["temperature"], row["method"]) for row in measured["rows"]] == [(t, m) for t in (0, 1) for m in methods]
+    assert all(set(row["categories"]) == {"math", "qa"} and row["turns"] == 8 for row in measured["rows"])
+    assert all(row["identical"] for row in measured["rows"] if (row["method"], row["temperature"]) != (methods[3], 1))
 
     args = learning.parse([*SIZES, *options, "--targets", str(folder / "tiny")])
     course = learning.Course(args, args.targets[0], learning.Ledger(tmp_path / "unused.json"))

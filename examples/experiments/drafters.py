@@ -103,13 +103,13 @@ class Classroom:
         most_tokens: int,
         draft_vocab_size: int | None = None,
         save_steps: int = 500,
-        bf16_states: bool = False,
+        bf16: bool = False,
     ) -> None:
         """`most_tokens`: of the longest run. `save_steps`: after so many a run can go on where it was stopped.
-        `bf16_states`: whether the target's pass computes in bfloat16."""
+        `bf16`: whether the target's pass and training compute in bfloat16."""
         self.target, self.tokenizer, self.data, self.work = target, tokenizer, data, work
         self.length, self.batch_size = length, batch_size
-        self.draft_vocab_size, self.save_steps, self.bf16_states = draft_vocab_size, save_steps, bf16_states
+        self.draft_vocab_size, self.save_steps, self.bf16 = draft_vocab_size, save_steps, bf16
         self.rows = min(self.steps_for(most_tokens) * batch_size, len(data.train))
         self._states: Dataset | None = None
 
@@ -129,7 +129,7 @@ class Classroom:
             max_steps=steps,
             per_device_train_batch_size=self.batch_size,
             max_length=self.length,
-            bf16=on_gpu,
+            bf16=on_gpu or self.bf16,
             use_cpu=not on_gpu,
             dataloader_pin_memory=on_gpu,
             seed=seed,
@@ -170,7 +170,7 @@ class Classroom:
             size, tokens = 2 * 4 * self.target.config.hidden_size, sum(map(len, dataset["input_ids"]))
             print(f"The target's states: {size:,} bytes a token, {size * tokens / 1e9:.2f} GB for {tokens:,} tokens.")
             folder, teacher = self.data.folder / f"states-{len(dataset)}", FeatureTeacher(self.target, trainer.heads)
-            with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.bf16_states):
+            with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.bf16):
                 self._states = precompute_targets(
                     teacher, dataset, trainer.data_collator, folder, batch_size=8, accelerator=trainer.accelerator
                 )
@@ -301,13 +301,21 @@ class Asked:
 
 
 def ask(
-    target: PreTrainedModel, questions: Sequence[tuple[str, list[int]]], max_new_tokens: int, **options: Any
+    target: PreTrainedModel,
+    questions: Sequence[tuple[str, list[int]]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    **options: Any,
 ) -> Asked:
-    """Greedy answers to `questions`, a category and token ids each; `options` are `generate`'s."""
+    """Answers to `questions`, a category and token ids each, greedy or sampled, with the question's number as the
+    seed; `options` are `generate`'s."""
     found: dict[str, list[Speculation]] = {}
     texts: list[list[int]] = []
-    settings = dict(max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
-    for category, prompt in questions:
+    settings = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0, pad_token_id=0)
+    if temperature:
+        settings |= dict(temperature=temperature, top_k=0, top_p=1.0)
+    for number, (category, prompt) in enumerate(questions):
+        set_seed(number)
         with speculations() as records:
             texts += target.generate(**batch_of([prompt], 0, target.device), **settings, **options).tolist()
         found.setdefault(category, []).extend(records)

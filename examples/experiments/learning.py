@@ -13,7 +13,8 @@ by side.
     python examples/experiments/learning.py
     python examples/experiments/learning.py --measure
 
-On a target of your own, with its own answers to learn from and questions to be measured on, by category:
+On a target of your own, with its own answers to learn from and questions to be measured on, by category; `--measure`
+then takes whole conversations, all drafters and prompt lookup side by side:
 
     python examples/experiments/learning.py --targets TARGET --data ANSWERS.jsonl --questions QUESTIONS.jsonl \\
         --draft-vocab-size 8192 --length 512 --batch-size 2 --budgets 100000 1000000 3000000 --output RESULTS
@@ -34,14 +35,20 @@ from rivals import admitted
 from transformers import PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads
-from hf_clover.measure.benchmark import Method, measure, plain, with_heads
+from hf_clover.measure.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
 from hf_clover.measure.plots import plot
 from hf_clover.measure.prompts import load_prompts, load_questions
+from hf_clover.network.packing import pack_for_cpu
 from hf_clover.network.target_parts import fingerprint
 
 DEPTH = 8  # of the longest chain that is looked at
 ROW = 256  # tokens of held-out text, at most, in which chains are looked at
-WAYS = {"chain of 7": ("chain", 7), "tree of 16": (None, 16)}  # in which questions are answered
+WAYS = {  # in which questions are answered: the tree's shape, its nodes, and the temperature
+    "chain of 7": ("chain", 7, 0.0),
+    "tree of 16": (None, 16, 0.0),
+    "chain of 7, sampled": ("chain", 7, 1.0),
+    "tree of 16, sampled": (None, 16, 1.0),
+}
 EVERY = 4  # places of the text that are looked at
 TUNING_SEED = 100
 DEFAULTS = dict(
@@ -58,6 +65,7 @@ DEFAULTS = dict(
     batch_size=1,
     nodes=[4, 16, 60],
     batch_sizes=[1, 4, 16],
+    temperatures=[0.0, 1.0],
     num_prompts=16,
     max_new_tokens=64,
     repeats=3,
@@ -104,10 +112,11 @@ class Course:
         self.read_data()
         most = max(*args.budgets, 0 if self.needs_no_tuning else args.tuning_tokens)
         sizes = self.data, args.length, args.batch_size, self.work, most
-        how = args.draft_vocab_size, args.save_steps, args.bf16_states
+        how = args.draft_vocab_size, args.save_steps, args.bf16
         self.classroom = Classroom(self.target, self.tokenizer, *sizes, *how)
         if self.questions:
-            self.texts = ask(self.target, self.questions, args.max_new_tokens).texts
+            temperatures = dict.fromkeys(temperature for _, _, temperature in WAYS.values())
+            self.texts = {t: ask(self.target, self.questions, args.max_new_tokens, t).texts for t in temperatures}
         else:
             self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)
         if not self.ledger.find("targets", target=self.name):
@@ -195,18 +204,18 @@ class Course:
             return {"tokens_per_forward": per_forward, "identical": identical}
         by_category: dict[str, dict[str, float]] = {category: {} for category, _ in self.questions}
         accepted = {}
-        for way, (shape, nodes) in WAYS.items():
+        for way, (shape, nodes, temperature) in WAYS.items():
             options = dict(assistant_model=heads, num_assistant_tokens=nodes)
             with mock.patch.object(heads.config, "draft_tree", shape or heads.config.draft_tree):
-                asked = ask(self.target, self.questions, self.args.max_new_tokens, **options)
+                asked = ask(self.target, self.questions, self.args.max_new_tokens, temperature, **options)
             per_forward[way], accepted[way] = asked.tokens_per_forward, asked.accepted
             for category, worth in asked.by_category.items():
                 by_category[category][way] = worth
-            identical = identical and asked.texts == self.texts
+            identical = identical and asked.texts == self.texts[temperature]
         return {
             "tokens_per_forward": per_forward,
             "by_category": by_category,
-            "accepted_by_position": accepted["chain of 7"],
+            "accepted_by_position": {way: of for way, of in accepted.items() if way.startswith("chain")},
             "identical": identical,
         }
 
@@ -220,6 +229,9 @@ class Course:
         if not known:
             return False
         heads = {name: DRAFTERS[name].load(self.folder_of(name, tokens, seed), self.target) for name in known}
+        if self.questions:
+            self._measure_by_category(heads, tokens, seed)
+            return True
         timings = []
         for batch_size in args.batch_sizes:
             sizes = [None, *args.nodes] if batch_size == min(args.batch_sizes) else [None, min(args.nodes)]
@@ -243,6 +255,27 @@ class Course:
         self.ledger.parts["timings"] = others + timings
         self.ledger.save(settings_of(args))
         return True
+
+    def _measure_by_category(self, heads: dict[str, CloverHeads], tokens: int, seed: int) -> None:
+        """Whole conversations, by category: `hf-clover benchmark`'s figures, in a file of their own. All drafters at
+        their automatic budget, prompt lookup beside them; on a CPU the weights are packed, for all alike."""
+        args, path = self.args, self.args.output / f"learning-by-category-{tokens}-{seed}.json"
+        if self.target.device.type == "cpu":
+            pack_for_cpu(self.target)
+        methods = [plain(), *(with_heads(of, name) for name, of in heads.items())]
+        result = benchmark(
+            self.target,
+            self.tokenizer,
+            [*methods, parse_method("prompt-lookup", self.target)],
+            load_questions(args.questions, self.tokenizer, per_category=args.per_category),
+            prompt_set=Path(args.questions).name,
+            batch_sizes=args.batch_sizes,
+            temperatures=args.temperatures,
+            max_new_tokens=args.max_new_tokens,
+            repeats=args.repeats,
+            report=lambda so_far: write(so_far, path),
+        )
+        print(write(result, path))
 
     def _timing(self, method: Method, row: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
         if row["skipped"]:
@@ -341,13 +374,14 @@ def parse(argv: Sequence[str] | None, doc: str | None = __doc__) -> argparse.Nam
     parser.add_argument("--per-category", type=int, help="questions of each category")
     parser.add_argument("--draft-vocab-size", type=int, help="ids that all drafters score, the data's most frequent")
     parser.add_argument("--save-steps", type=int, help="a run that was stopped goes on after a multiple of these")
-    parser.add_argument("--bf16-states", action="store_true", help="let the target's pass compute in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="let the target's pass and training compute in bfloat16")
     parser.add_argument("--samples", type=int, help="continuations to learn from; a larger budget repeats them")
     parser.add_argument("--test-samples", type=int, help="held-out continuations to measure chains on")
     parser.add_argument("--length", type=int, help="tokens in a sample")
     parser.add_argument("--batch-size", type=int, help="samples in a training step")
     parser.add_argument("--nodes", nargs="+", type=int, help="fixed trees, beside the automatic one")
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="rows generated at once, for --measure")
+    parser.add_argument("--temperatures", nargs="+", type=float, help="for --measure on questions")
     parser.add_argument("--num-prompts", type=int)
     parser.add_argument("--max-new-tokens", type=int)
     parser.add_argument("--repeats", type=int, help="of every timed generation")

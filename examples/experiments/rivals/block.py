@@ -91,9 +91,10 @@ class BlockTrainer(CloverTrainer):
         with self.teacher.lending():
             outputs = model(hidden_states=hidden_states[:, :-1], input_ids=inputs["input_ids"][:, 1:], anchors=anchors)
         level, row, anchor = counted.nonzero(as_tuple=True)  # [N] each
-        target = self.teacher.score(self.teacher.final_states(hidden_states)).float().softmax(-1)  # [B, T + 1, V]
+        with self._computing():
+            target = self.teacher.score(self.teacher.final_states(hidden_states)).float().softmax(-1)  # [B, T + 1, V]
+            log_q = self.heads.score(outputs.head_outputs[level, row, anchor]).float().log_softmax(-1)  # [N, D]
         p = self._loss_terms.draftable(target)[row, anchors[row, anchor] + 1 + level]  # [N, D]
-        log_q = self.heads.score(outputs.head_outputs[level, row, anchor]).float().log_softmax(-1)  # [N, D]
         share, weights = self.heads.variation, torch.exp(-level / size)  # [N]
         losses = (1 - share) * soft_cross_entropy(log_q, p)
         if share:

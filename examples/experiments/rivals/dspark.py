@@ -36,5 +36,5 @@ class DSpark(BlockHeads):
             state = slot.new_zeros(*slot.shape[:-1], self.width)  # [..., r]
         seen = self.read(torch.cat((self.token_norm(self.embed(input_ids)), slot), dim=-1)) + self.again(state)
         gate, new = seen.chunk(2, dim=-1)  # [..., r] each
-        state = torch.lerp(state, new.tanh(), gate.sigmoid())
+        state = state + gate.sigmoid() * (new.tanh() - state)
         return slot + self.say(state), state
