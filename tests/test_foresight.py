@@ -35,15 +35,28 @@ def test_the_numbers_that_multinomial_is_about_to_draw(batch):
     probs = torch.softmax(torch.randn(4, batch, VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=-1)
     torch.manual_seed(5)
     torch.rand(3)  # somewhere in the sequence
-    ahead = foresee(text_of(batch, do_sample=True), 4, VOCABULARY).log_noise  # [B, 4, V]
+    ahead = foresee(text_of(batch, do_sample=True), 4, VOCABULARY).whole().log_noise  # [B, 4, V]
     for level, here in enumerate(probs):
         drawn = torch.multinomial(here, num_samples=1).squeeze(1)
         assert torch.equal((here.log() - ahead[:, level]).argmax(-1), drawn)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("vocabulary", [None, torch.tensor([9, 2, 4])])
+def test_levels_are_drawn_as_a_tree_comes_to_them(batch, vocabulary):
+    """The same numbers as all at once; no more than were asked for."""
+    torch.manual_seed(5)
+    by_level, whole = (foresee(text_of(batch, do_sample=True), 4, VOCABULARY) for _ in range(2))
+    logits = torch.randn(batch, 2, VOCABULARY if vocabulary is None else 3)
+    for level in (0, 2, 1):
+        weighed = by_level.weigh(level, logits, vocabulary)
+        torch.testing.assert_close(weighed, whole.whole().weigh(level, logits, vocabulary))
+    assert (len(by_level.noise), len(whole.noise)) == (3, 4)
+
+
 def test_the_generator_is_left_alone():
     before = torch.get_rng_state()
-    assert foresee(text_of(1, do_sample=True), 2, VOCABULARY) is not None
+    foresee(text_of(1, do_sample=True), 2, VOCABULARY).whole()
     assert torch.equal(torch.get_rng_state(), before)
 
 

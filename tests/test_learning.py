@@ -178,7 +178,9 @@ def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path,
     measured = json.loads((work / "learning-by-category-128-0.json").read_text())
     assert measured["is_whole"]
     methods = ["plain", "clover-2", "eagle-3", "prompt-lookup"]
-    assert [(row["temperature"], row["method"]) for row in measured["rows"]] == [(t, m) for t in (0, 1) for m in methods]
+    assert [(row["temperature"], row["method"]) for row in measured["rows"]] == [
+        (t, m) for t in (0, 1) for m in methods
+    ]
     assert all(set(row["categories"]) == {"math", "qa"} and row["turns"] == 8 for row in measured["rows"])
     assert all(row["identical"] for row in measured["rows"] if (row["method"], row["temperature"]) != (methods[3], 1))
 

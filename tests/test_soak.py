@@ -13,10 +13,10 @@ pytestmark = pytest.mark.long("hf_clover/decoding", "tests/soak.py")
 
 
 @pytest.mark.automatic
-def test_a_slice():
-    """As many as a minute holds: `python tests/soak.py` runs for longer."""
+def test_a_slice(request):
+    """As many as half a minute holds, or a whole one with `--all`: `python tests/soak.py` runs for longer."""
     state = soak.State(seed=500_000)
-    for case, outcome in soak.soak(state, minutes=1, count=400):
+    for case, outcome in soak.soak(state, minutes=1 if request.config.option.all else 0.5, count=400):
         assert outcome.error is None, f"`python tests/soak.py --case {case.seed}` repeats {case}"
     assert state.accepted_tokens > state.cases / 2, "a test that accepts nothing proves nothing"
     assert state.methods["tree"] > state.cases / 2

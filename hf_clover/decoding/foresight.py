@@ -32,12 +32,44 @@ class Foresight:
 
     def weigh(self, level: int, logits: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
         """Logits [B, W, U] of tokens at a level -> the same, by how likely plain generate will pick them."""
-        noise = self.log_noise[:, level, None]  # [B, 1, V]
-        noise = noise if vocabulary is None else noise[..., vocabulary]  # [B, 1, U]
+        noise = self._of_level(level, vocabulary)[..., : logits.shape[-1]]  # [B, 1, U]
         log_probs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
-        noise = noise[..., : logits.shape[-1]]
         hopeless = (log_probs < log_probs.amax(-1, keepdim=True) + math.log(LEAST)) & (noise > KNOWN)
         return (log_probs - noise).masked_fill(hopeless, -torch.inf)
+
+    def whole(self) -> "Foresight":
+        """The same with all levels as one tensor, for graphs, which read no generator."""
+        return self
+
+    def _of_level(self, level: int, ids: torch.Tensor | None) -> torch.Tensor:
+        noise = self.log_noise[:, level, None]  # [B, 1, V]
+        return noise if ids is None else noise[..., ids]
+
+
+class LevelByLevel(Foresight):
+    """A level's numbers are drawn when a tree comes to it: most trees end sooner than they might, and on a CPU a level
+    of 49,152 numbers takes about as long to draw as the heads take for theirs."""
+
+    def __init__(
+        self, generator: torch.Generator, levels: int, rows: int, vocab_size: int, temperature: float
+    ) -> None:
+        self.generator, self.levels, self.size, self.temperature = generator, levels, (rows, vocab_size), temperature
+        self.noise: list[torch.Tensor] = []  # [B, V] each
+
+    def whole(self) -> Foresight:
+        self._draw(self.levels)
+        return Foresight(torch.stack(self.noise, dim=1).log_(), self.temperature)
+
+    def _draw(self, levels: int) -> None:
+        """One token after the other, as plain generate will draw them."""
+        while len(self.noise) < levels:
+            numbers = torch.empty(self.size, device=self.generator.device)
+            self.noise.append(numbers.exponential_(1, generator=self.generator))
+
+    def _of_level(self, level: int, ids: torch.Tensor | None) -> torch.Tensor:
+        self._draw(level + 1)
+        noise = self.noise[level][:, None]  # [B, 1, V]
+        return (noise if ids is None else noise[..., ids]).log()
 
 
 @dataclass
@@ -72,15 +104,15 @@ def foresee(text: Text, levels: int, vocab_size: int, unwalked: Unwalked | None 
     if not draws and unwalked is None:
         return None
     input_ids = text.input_ids[0]  # [B, L]
-    device, temperature = input_ids.device, (text.config.temperature or 1.0) if draws else 1.0
-    noise = torch.zeros(levels, len(input_ids), vocab_size, device=device)
+    device, rows = input_ids.device, len(input_ids)
     if draws:
         generator = torch.Generator(device)
         generator.set_state(random_state(device))
-        for level in noise:  # one token after the other, as they will be drawn
-            level.exponential_(1, generator=generator)
-        noise.log_()
-    noise = noise.transpose(0, 1)  # [B, D, V]
-    if unwalked is not None:
-        unwalked.mark(noise, input_ids[:, -1], temperature)
-    return Foresight(noise, temperature)
+        drawn = LevelByLevel(generator, levels, rows, vocab_size, text.config.temperature or 1.0)
+        if unwalked is None:
+            return drawn
+        foresight = drawn.whole()
+    else:
+        foresight = Foresight(torch.zeros(rows, levels, vocab_size, device=device), 1.0)
+    unwalked.mark(foresight.log_noise, input_ids[:, -1], foresight.temperature)
+    return foresight

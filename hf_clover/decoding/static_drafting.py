@@ -67,7 +67,7 @@ class CompiledDrafter(CloverCandidateGenerator):
         counts = torch.tensor(new.counts).to(self.roots.device, non_blocking=True)  # [B], taken before this returns
         values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
         with self._staged(new):
-            state, *tree = self._step(nodes, shape or self.config.draft_tree, values, foresight)
+            state, *tree = self._step(nodes, shape or self.config.draft_tree, values, foresight and foresight.whole())
         self.state = state
         return Tree(*tree, max_depth=min(self.config.draft_depth, nodes))
 
