@@ -54,6 +54,24 @@ def test_levels_are_drawn_as_a_tree_comes_to_them(batch, vocabulary):
     assert (len(by_level.noise), len(whole.noise)) == (3, 4)
 
 
+def test_what_was_drawn_before_is_not_drawn_again():
+    """Unless the generator has gone another way."""
+    torch.manual_seed(5)
+    text, probs = text_of(1, do_sample=True), torch.full((1, VOCABULARY), 1 / VOCABULARY)
+    first = foresee(text, 4, VOCABULARY)
+    first.whole()
+    for _ in range(2):
+        torch.multinomial(probs, num_samples=1)
+    second = foresee(text, 4, VOCABULARY, before=first)
+    assert [second.noise[i] is first.noise[i + 2] for i in range(2)] == [True, True]
+    torch.testing.assert_close(second.whole().log_noise, foresee(text, 4, VOCABULARY).whole().log_noise)
+    torch.rand(1)
+    third = foresee(text, 4, VOCABULARY, before=second)
+    assert third.noise == []
+    torch.testing.assert_close(third.whole().log_noise, foresee(text, 4, VOCABULARY).whole().log_noise)
+    assert foresee(text, 4, 9, before=third).noise == [], "another size"
+
+
 def test_the_generator_is_left_alone():
     before = torch.get_rng_state()
     foresee(text_of(1, do_sample=True), 2, VOCABULARY).whole()
