@@ -52,10 +52,10 @@ MUTATIONS = (
         tests=("test_walk.py::test_greedy_walk_is_replay_is_plain_generate",),
     ),
     Mutation(
-        name="a row that comes later draws other random numbers",
+        name="the random numbers of one token serve the next one too",
         file="decoding/state.py",
-        line="set_random_state(self.states.setdefault(length, now), probs.device)",
-        broken="self.states.setdefault(length, now)",
+        line="set_random_state(self.states[length + 1], probs.device)",
+        broken="set_random_state(self.states[length], probs.device)",
         tests=("test_walk.py::test_the_same_seed_gives_the_same_text[free]",),
     ),
     Mutation(

@@ -15,7 +15,8 @@ from fitting import fit
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import heads_run, loop
+from hf_clover.decoding import loop
+from hf_clover.decoding.state import Dice, picks_by_a_race
 
 VOCABULARY, STEPS, ROWS, ROUNDS = 6, 3, 500, 44  # 22,000 continuations of 3 tokens
 PROMPT = torch.tensor([[1, 4, 2, 5, 3]])
@@ -139,15 +140,17 @@ def every_text(model, inputs, monkeypatch, **options):
         [Explorer(options.get("eos_token_id", ())) for _ in inputs["input_ids"]],
     )
 
+    def throw(_, those, lengths, probs):
+        return torch.tensor([rows[row].choose(p) for row, p in zip(those, probs, strict=True)])
+
     def multinomial(probs, num_samples):
-        is_asked = [not bool((row == 1).all()) for row in probs]  # others only hold a place in the batch
-        chosen = [row.choose(p) if asked else 0 for row, p, asked in zip(rows, probs, is_asked, strict=True)]
-        return torch.tensor(chosen)[:, None]
+        return throw(None, range(len(rows)), None, probs)[:, None]
 
     texts, accepted = [defaultdict(float) for _ in rows], 0
+    assert picks_by_a_race(torch.device("cpu")), "asked once, before anything is replaced"
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", multinomial)
-        patch.setattr(heads_run, "foresee", lambda *_: None)  # of dice that are not thrown
+        patch.setattr(Dice, "throw", throw)
         while not all(row.done for row in rows):
             out = model.generate(
                 **inputs, do_sample=True, max_new_tokens=STEPS, pad_token_id=0, return_dict_in_generate=True, **options

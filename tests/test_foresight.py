@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import heads_run
+from hf_clover.decoding import heads_run, state
 from hf_clover.decoding.drafting import grow_in_shape
 from hf_clover.decoding.foresight import Foresight, Unwalked, foresee
 from hf_clover.decoding.state import Text
@@ -30,57 +30,109 @@ def text_of(batch, rowwise=False, **settings):
     return Text.start(torch.zeros(batch, 3, dtype=torch.long), LogitsProcessorList(), criteria, config, streamer)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_numbers_that_multinomial_is_about_to_draw(batch):
-    probs = torch.softmax(torch.randn(4, batch, VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=-1)
+def thrown(text, length):
+    """A token for each row, which all stand at `length`."""
+    probs = torch.full((text.dice.batch_size, VOCABULARY), 1 / VOCABULARY)
+    tokens = text.dice.throw(range(len(probs)), [length] * len(probs), probs)  # [B]
+    width = 1 if text.in_lockstep else 0
+    new = tokens[:, None].split(len(tokens) if width else 1)
+    text.input_ids = [torch.cat(both, dim=1) for both in zip(text.input_ids, new, strict=True)]
+    return tokens
+
+
+def sampled(batch, rowwise=False):
+    """A text that has got its first token."""
     torch.manual_seed(5)
     torch.rand(3)  # somewhere in the sequence
-    ahead = foresee(text_of(batch, do_sample=True), 4, VOCABULARY).whole().log_noise  # [B, 4, V]
+    text = text_of(batch, rowwise, do_sample=True)
+    thrown(text, 3)
+    return text
+
+
+@pytest.mark.parametrize(("batch", "rowwise"), [(1, False), (3, False), (3, True)])
+def test_the_numbers_that_multinomial_is_about_to_draw(batch, rowwise):
+    probs = torch.softmax(torch.randn(4, batch, VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=-1)
+    ahead = foresee(sampled(batch, rowwise), 4, VOCABULARY).whole().log_noise  # [B, 4, V]
     for level, here in enumerate(probs):
         drawn = torch.multinomial(here, num_samples=1).squeeze(1)
         assert torch.equal((here.log() - ahead[:, level]).argmax(-1), drawn)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_stand_apart_see_their_own_numbers():
+    """A row that has come further has used up those that the others wait for."""
+    together, apart = sampled(3), sampled(3, rowwise=True)
+    ahead = foresee(together, 6, VOCABULARY).whole().log_noise  # [B, 6, V] from the fourth token on
+    apart.dice.throw([1], [4], torch.ones(1, VOCABULARY))
+    apart.input_ids[1] = torch.cat((apart.input_ids[1], torch.zeros(1, 1, dtype=torch.long)), dim=1)
+    seen = foresee(apart, 4, VOCABULARY).whole().log_noise
+    for row, start in enumerate((0, 1, 0)):
+        assert torch.equal(seen[row], ahead[row, start : start + 4])
+
+
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([9, 2, 4])])
-def test_levels_are_drawn_as_a_tree_comes_to_them(batch, vocabulary):
-    """The same numbers as all at once; no more than were asked for."""
-    torch.manual_seed(5)
-    by_level, whole = (foresee(text_of(batch, do_sample=True), 4, VOCABULARY) for _ in range(2))
-    logits = torch.randn(batch, 2, VOCABULARY if vocabulary is None else 3)
-    for level in (0, 2, 1):
-        weighed = by_level.weigh(level, logits, vocabulary)
-        torch.testing.assert_close(weighed, whole.whole().weigh(level, logits, vocabulary))
-    assert (len(by_level.noise), len(whole.noise)) == (3, 4)
-
-
-def test_what_was_drawn_before_is_not_drawn_again():
-    """Unless the generator has gone another way."""
-    torch.manual_seed(5)
-    text, probs = text_of(1, do_sample=True), torch.full((1, VOCABULARY), 1 / VOCABULARY)
-    first = foresee(text, 4, VOCABULARY)
-    first.whole()
-    for _ in range(2):
-        torch.multinomial(probs, num_samples=1)
-    second = foresee(text, 4, VOCABULARY, before=first)
-    assert [second.noise[i] is first.noise[i + 2] for i in range(2)] == [True, True]
-    torch.testing.assert_close(second.whole().log_noise, foresee(text, 4, VOCABULARY).whole().log_noise)
-    torch.rand(1)
-    third = foresee(text, 4, VOCABULARY, before=second)
-    assert third.noise == []
-    torch.testing.assert_close(third.whole().log_noise, foresee(text, 4, VOCABULARY).whole().log_noise)
-    assert foresee(text, 4, 9, before=third).noise == [], "another size"
+def test_a_level_is_drawn_when_a_tree_comes_to_it_and_once(vocabulary):
+    logits = torch.randn(2, 2, VOCABULARY if vocabulary is None else 3)
+    text = sampled(2)
+    foresight = foresee(text, 8, VOCABULARY)
+    weighed = [foresight.weigh(level, logits, vocabulary) for level in (0, 2, 1)]
+    assert list(text.dice.numbers) == [3, 4, 5, 6]
+    numbers = dict(text.dice.numbers)
+    whole = foresight.whole()
+    for level, mine in zip((0, 2, 1), weighed, strict=True):
+        assert torch.equal(whole.weigh(level, logits, vocabulary), mine)
+    thrown(text, 4)
+    assert all(text.dice.numbers[length] is numbers[length] for length in numbers)
 
 
 def test_the_generator_is_left_alone():
+    text = sampled(1)
     before = torch.get_rng_state()
-    foresee(text_of(1, do_sample=True), 2, VOCABULARY).whole()
+    foresee(text, 2, VOCABULARY).whole()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_was_foreseen_is_forgotten_where_something_else_draws():
+    text, probs = sampled(1), torch.full((1, VOCABULARY), 1 / VOCABULARY)
+    foresee(text, 4, VOCABULARY).whole()
+    torch.rand(1)
+    before = torch.get_rng_state()
+    picks = [thrown(text, length).item() for length in (4, 5, 6)]
+    torch.set_rng_state(before)
+    assert [torch.multinomial(probs, num_samples=1).item() for _ in range(3)] == picks
+
+
+def test_what_there_is_no_room_for_is_drawn_again(monkeypatch):
+    monkeypatch.setattr(state, "MOST_BYTES", 4 * VOCABULARY)
+    text = sampled(1)
+    seen = foresee(text, 4, VOCABULARY).whole().log_noise
+    assert len(text.dice.numbers) == 1
+    assert torch.equal(foresee(text, 4, VOCABULARY).whole().log_noise, seen)
+
+
+def test_where_torch_draws_in_another_way(monkeypatch):
+    """Tokens are picked by `torch.multinomial` itself, at one place for all rows."""
+    assert state.picks_by_a_race(torch.device("cpu"))
+    multinomial = torch.multinomial
+    backwards = lambda probs, num_samples, **options: multinomial(probs.flip(-1), num_samples, **options)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "multinomial", backwards)
+        assert not state.picks_by_a_race.__wrapped__(torch.device("cpu"))
+    target, heads, agreeing = bigrams()
+    common = {**ragged_batch(VOCABULARY, (7, 4)), "max_new_tokens": 20, "do_sample": True, "top_k": 0}
+    torch.manual_seed(3)
+    truth = target.generate(**common)
+    monkeypatch.setattr(state, "picks_by_a_race", lambda device: False)
+    assert text_of(2, rowwise=True, do_sample=True).in_lockstep
+    with agreeing:
+        torch.manual_seed(3)
+        out = target.generate(**common, assistant_model=heads, num_assistant_tokens=4, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, truth)
+    assert out.speculation.accepted_tokens > 0
 
 
 def test_nothing_to_foresee():
     assert foresee(text_of(1, do_sample=False), 2, VOCABULARY) is None
-    assert foresee(text_of(3, rowwise=True, do_sample=True), 2, VOCABULARY) is None
+    assert foresee(text_of(1, do_sample=True), 2, VOCABULARY) is None, "before the first token"
 
 
 def test_a_draft_vocabulary_sees_its_own_numbers():
@@ -112,11 +164,12 @@ def bigrams(seed=0):
     return target, heads, mock.patch.object(heads, "step", step)
 
 
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
 @pytest.mark.parametrize("temperature", [0.7, 3.0])
-def test_heads_that_agree_with_the_target_are_always_right(temperature):
+def test_heads_that_agree_with_the_target_are_always_right(temperature, lengths):
     """As for greedy text: a chain is accepted whole. Two samples of one distribution would differ."""
     target, heads, agreeing = bigrams()
-    inputs = ragged_batch(VOCABULARY, (7,))
+    inputs = ragged_batch(VOCABULARY, lengths)
     common = {**inputs, "max_new_tokens": NEW, "do_sample": True, "temperature": temperature, "top_k": 0}
     heads.config.draft_tree, heads.config.draft_depth = "chain", 4
     speculative = {"assistant_model": heads, "num_assistant_tokens": 4, "return_dict_in_generate": True}

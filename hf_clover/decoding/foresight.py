@@ -4,21 +4,22 @@ Two things are: the random numbers that plain generate is about to use, and, whe
 of the slowest, what the target said behind the node at which the last walk had to end.
 
 Contract: a sampled token is a function of the target's logits and of the random numbers drawn at its place in the
-text, and of nothing else: what is drafted decides which tokens are found early, never which tokens they are. So a
-draft may look ahead. `torch.multinomial` picks the largest p / e, with e drawn from an exponential distribution; the
+text (`state.Dice`), and of nothing else: what is drafted decides which tokens are found early, never which tokens they
+are. So a draft may look ahead. The target's p and the number e at each id give the pick, the largest p / e; the
 drafter ranks its own p by the same e, and two distributions that are alike then agree far more often than two rolls
-of two dice would. The generator itself is not touched. Were a version of torch to draw in another way, drafts would
-be worse and the text the same. The same holds for what was not walked: it is drafted, and verified once more.
+of two dice would. The generator itself is not touched. The same holds for what was not walked: it is drafted, and
+verified once more.
 
 Shapes: B batch, D levels of a tree, W beams, V vocabulary, U draft vocabulary, m nodes that were not walked.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .state import Text, random_state
+from .state import Dice, Text
 from .tree import Tree
 
 LEAST = 0.001  # of the best token's probability: what is under it in the draft is no guess, however lucky
@@ -32,13 +33,12 @@ class Foresight:
 
     def weigh(self, level: int, logits: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
         """Logits [B, W, U] of tokens at a level -> the same, by how likely plain generate will pick them."""
-        noise = self._of_level(level, vocabulary)[..., : logits.shape[-1]]  # [B, 1, U]
+        noise = self._of_level(level, vocabulary)[..., : logits.shape[-1]].to(logits.device)  # [B, 1, U]
         log_probs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         hopeless = (log_probs < log_probs.amax(-1, keepdim=True) + math.log(LEAST)) & (noise > KNOWN)
         return (log_probs - noise).masked_fill(hopeless, -torch.inf)
 
     def whole(self) -> "Foresight":
-        """The same with all levels as one tensor, for graphs, which read no generator."""
         return self
 
     def _of_level(self, level: int, ids: torch.Tensor | None) -> torch.Tensor:
@@ -46,43 +46,25 @@ class Foresight:
         return noise if ids is None else noise[..., ids]
 
 
-class LevelByLevel(Foresight):
-    """A level's numbers are drawn when a tree comes to it, since on a CPU 49,152 of them take half as long as the
-    heads take for a level. Most trees end sooner than they might, and what `before` drew for tokens that have not been
-    picked yet is drawn already."""
+class FromDice(Foresight):
+    """The numbers of rows that may stand at different tokens. A level's are drawn when a tree comes to it, since most
+    trees end sooner than they might, and on a CPU 49,152 of them take half as long as the heads take for a level."""
 
     def __init__(
-        self, size: tuple[int, int, int], device: torch.device, temperature: float, before: Foresight | None
+        self, dice: Dice, rows: Sequence[int], lengths: Sequence[int], levels: int, temperature: float
     ) -> None:
-        """`size`: D, B, V. `before`: what the last draft was told."""
-        (self.levels, *self.size), self.device, self.temperature = size, device, temperature
-        state = random_state(device)
-        self.noise: list[torch.Tensor] = []  # [B, V] of each level so far
-        self.states = [state]  # of the generator before each of them, and after the last
-        if isinstance(before, LevelByLevel) and before.size == self.size:
-            picked = next((i for i, known in enumerate(before.states) if torch.equal(known, state)), None)
-            if picked is not None:
-                self.noise, self.states = before.noise[picked:], before.states[picked:]
+        """`lengths`: of the texts of `rows`."""
+        self.dice, self.places, self.levels, self.temperature = dice, list(zip(rows, lengths)), levels, temperature
 
     def whole(self) -> Foresight:
-        self._draw(self.levels)
-        return Foresight(torch.stack(self.noise[: self.levels], dim=1).log_(), self.temperature)
-
-    def _draw(self, levels: int) -> None:
-        """One token after the other, as plain generate will draw them."""
-        if len(self.noise) >= levels:
-            return
-        generator = torch.Generator(self.device)
-        generator.set_state(self.states[-1])
-        while len(self.noise) < levels:
-            numbers = torch.empty(self.size, device=self.device)
-            self.noise.append(numbers.exponential_(1, generator=generator))
-            self.states.append(generator.get_state())
+        """The same with all levels as one tensor, for graphs, which draw nothing."""
+        levels = [self._of_level(level, None) for level in range(self.levels)]  # [B, 1, V] each
+        return Foresight(torch.cat(levels, dim=1), self.temperature)
 
     def _of_level(self, level: int, ids: torch.Tensor | None) -> torch.Tensor:
-        self._draw(level + 1)
-        noise = self.noise[level][:, None]  # [B, 1, V]
-        return (noise if ids is None else noise[..., ids]).log()
+        each = [self.dice.at(length + level)[row] for row, length in self.places]  # [V] each
+        each = each if ids is None else [numbers.to(ids.device)[ids] for numbers in each]
+        return torch.stack(each)[:, None].log_()  # [B, 1, U]
 
 
 @dataclass
@@ -110,26 +92,19 @@ class Unwalked:
         noise.scatter_(2, picks, torch.where(is_known, KNOWN, noise.gather(2, picks)))
 
 
-def foresee(
-    text: Text,
-    levels: int,
-    vocab_size: int,
-    unwalked: Unwalked | None = None,
-    before: Foresight | None = None,
-) -> Foresight | None:
-    """What the next `levels` tokens will be picked with; None where nothing is known of it: nothing is drawn, or rows
-    draw at different tokens, and nothing was left `unwalked`. `before`: what the last draft of this text was told."""
-    draws = text.config.do_sample and text.in_lockstep
-    if not draws and unwalked is None:
-        return None
-    input_ids = text.input_ids[0]  # [B, L]
-    size = levels, len(input_ids), vocab_size
-    if draws:
-        drawn = LevelByLevel(size, input_ids.device, text.config.temperature or 1.0, before)
-        if unwalked is None:
-            return drawn
-        foresight = drawn.whole()
-    else:
-        foresight = Foresight(torch.zeros(size, device=input_ids.device).transpose(0, 1), 1.0)
-    unwalked.mark(foresight.log_noise, input_ids[:, -1], foresight.temperature)
+def foresee(text: Text, levels: int, vocab_size: int, unwalked: Unwalked | None = None) -> Foresight | None:
+    """What the next `levels` tokens of the running rows will be picked with; None where nothing is known of it:
+    nothing is drawn, and nothing was left `unwalked`."""
+    foresight, rows = None, text.running_rows()  # [L] each
+    if text.dice is not None and text.dice.next is not None:
+        lengths = [len(row) for row in rows]
+        longest = max([lengths[place] for place in text.unfinished], default=max(lengths))
+        lengths = [longest if text.finished[row] else length for row, length in zip(text.running, lengths)]
+        foresight = FromDice(text.dice, text.running, lengths, levels, text.config.temperature or 1.0)
+    if unwalked is None:
+        return foresight
+    if foresight is None:
+        foresight = Foresight(torch.zeros(len(rows), levels, vocab_size, device=rows[0].device), 1.0)
+    foresight = foresight.whole()
+    unwalked.mark(foresight.log_noise, torch.stack([row[-1] for row in rows]), foresight.temperature)
     return foresight

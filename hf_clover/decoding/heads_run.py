@@ -21,7 +21,7 @@ from .copying import Copies
 from .draft_graph import graphed_drafter, pays
 from .drafting import CloverCandidateGenerator
 from .drafting_copy import drafting_copy
-from .foresight import Foresight, Unwalked, foresee
+from .foresight import Unwalked, foresee
 from .state import Text
 from .static_drafting import compiled_drafter
 from .support import warn
@@ -40,7 +40,6 @@ class HeadsRun:
         most = heads.config.draft_copies if (run.shape or heads.config.draft_tree) != "chain" else 0
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
-        self.foresight: Foresight | None = None  # of the last draft
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
@@ -106,9 +105,8 @@ class HeadsRun:
         nodes = self.budget.ask(len(unfinished), max(lengths), self.run.replayed)
         nodes = 0 if self.run.must_settle else nodes
         levels = min(nodes, self.drafter.config.draft_depth)
-        if nodes:
-            self.foresight = foresee(text, levels, vocab_size, self.unwalked, self.foresight)
-        tree = self.drafter.draft(nodes, self.run.shape, self.foresight)
+        foresight = foresee(text, levels, vocab_size, self.unwalked) if nodes else None
+        tree = self.drafter.draft(nodes, self.run.shape, foresight)
         if self.copies is not None:
             self.copies.take_in(text.take_fresh())
             tree = self.copies.added_to(tree, text.running)

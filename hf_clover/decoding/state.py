@@ -2,13 +2,14 @@
 
 Contract: a `Text` is made once a call, from what the caller gave, and lives as long as the call. It says what the
 caller's processors and criteria allow: whether rows may stand at different tokens, whether a token can be picked from
-its logits alone. The walk appends to it. `Dice` are the random numbers of rows that stand at different tokens.
+its logits alone. The walk appends to it. `Dice` are the random numbers that it is sampled with.
 
 Shapes: B batch, V vocabulary, L text columns.
 """
 
 import copy
-from collections.abc import Hashable
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,7 @@ _SCORE_PROCESSORS = tuple(
     )
     if hasattr(logits_process, name)
 )
+MOST_BYTES = 1 << 28  # of random numbers that are kept; others are drawn again from the generator's state
 _ROWWISE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 
@@ -71,7 +73,7 @@ class Text:
     in_lockstep: bool = True  # all rows stand at the same token, because something looks at the whole batch
     is_plain_greedy: bool = False  # picking a token takes its logits and nothing else
     scores_decide: bool = False  # no processor looks at the text
-    dice: "Dice | None" = None  # where rows that do not stand at the same token are sampled
+    dice: "Dice | None" = None  # where the text is sampled
     finished: list[bool] = field(default_factory=list)
     running: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
@@ -114,7 +116,10 @@ class Text:
         rowwise = all(type(p) in _ROWWISE_PROCESSORS for p in processors) and kinds.issubset(_ROWWISE_CRITERIA)
         ends_alone = text.pad is not None or kinds == {MaxLengthCriteria}
         text.scores_decide = all(type(p) in _SCORE_PROCESSORS for p in processors)
-        text.in_lockstep = all_as_one or batch == 1 or not rowwise or not ends_alone or records or streamer is not None
+        if config.do_sample and picks_by_a_race(input_ids.device):
+            text.dice = Dice(batch)
+        can_part = rowwise and ends_alone and not (config.do_sample and text.dice is None)
+        text.in_lockstep = all_as_one or batch == 1 or not can_part or records or streamer is not None
         text.is_plain_greedy = (
             not (config.do_sample or processors or records or (batch > 1 and text.in_lockstep))
             and kinds <= {MaxLengthCriteria, EosTokenCriteria}
@@ -122,7 +127,6 @@ class Text:
         if not text.in_lockstep:
             text.input_ids = list(input_ids.split(1))
             text.processors = [_for_row(processors, row) for row in range(batch)]
-            text.dice = Dice(batch) if config.do_sample else None
         return text
 
     @property
@@ -173,30 +177,72 @@ class Text:
 
 
 class Dice:
-    """The random numbers plain generate would use for one row of a batch, when the rows stand at different tokens.
+    """The random numbers that plain generate would use: for each length of the text, one for every row and id.
 
-    Plain generate draws for the whole batch at every token. So the first row to reach a token draws for the whole
-    batch there and the generator's state before it is kept; a row that comes later draws again from that state.
+    `torch.multinomial` picks the largest p / e, with e drawn from an exponential distribution. So what is drawn at a
+    length decides what is picked there, whoever asks first: drafts that look ahead, or rows that come to it one after
+    the other. The generator itself stands where plain generate would have left it.
     """
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.states: dict[int, torch.Tensor] = {}  # by text length
+        self.next: int | None = None  # the length at which nobody has picked a token yet
+        self.states: dict[int, torch.Tensor] = {}  # of the generator before each length
+        self.numbers: dict[int, torch.Tensor] = {}  # [B, V] of lengths that were asked for lately
 
-    def throw(self, rows: list[int], lengths: list[int], probs: torch.Tensor) -> torch.Tensor:
+    def throw(self, rows: Sequence[int], lengths: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]."""
+        self.like = probs
         tokens = torch.empty(len(rows), dtype=torch.long, device=probs.device)
         for length in sorted(set(lengths)):
             places = [place for place, other in enumerate(lengths) if other == length]
-            weights = torch.ones(self.batch_size, probs.shape[1], dtype=probs.dtype, device=probs.device)  # [B, V]
-            weights[[rows[place] for place in places]] = probs[places]
-            now = random_state(probs.device)
-            set_random_state(self.states.setdefault(length, now), probs.device)
-            drawn = torch.multinomial(weights, num_samples=1).squeeze(1)  # [B]
-            if self.states[length] is not now:
-                set_random_state(now, probs.device)
-            tokens[places] = drawn[[rows[place] for place in places]]
+            if self.next is None or length >= self.next:
+                self._stand_at(length)
+                numbers = self.at(length)
+                set_random_state(self.states[length + 1], probs.device)
+            else:
+                numbers = self.at(length)
+            tokens[places] = (probs[places] / numbers[[rows[place] for place in places]]).argmax(-1)
         return tokens
+
+    def at(self, length: int) -> torch.Tensor:
+        """[B, V]; of a length that nobody has reached, what is drawn there if nothing else draws before."""
+        if length not in self.numbers:
+            if length not in self.states:
+                self.at(length - 1)
+            generator = torch.Generator(self.like.device)
+            generator.set_state(self.states[length])
+            numbers = self.like.new_empty(self.batch_size, self.like.shape[1])
+            self.numbers[length] = numbers.exponential_(1, generator=generator)
+            self.states.setdefault(length + 1, generator.get_state())
+            if len(self.numbers) * numbers.nbytes > MOST_BYTES:
+                del self.numbers[min(self.numbers.keys() - {length}, default=length)]
+            return numbers
+        return self.numbers[length]
+
+    def _stand_at(self, length: int) -> None:
+        """The first row comes to `length`. What was foreseen is forgotten where something else has drawn since."""
+        now = random_state(self.like.device)
+        if length not in self.states or not torch.equal(self.states[length], now):
+            for known in (self.states, self.numbers):
+                for later in [other for other in known if other >= length]:
+                    del known[later]
+            self.states[length] = now
+        self.next = length + 1
+
+
+@functools.cache
+def picks_by_a_race(device: torch.device) -> bool:
+    """Whether `torch.multinomial` picks on this device as `Dice` do. Were a version of torch to do it in another way,
+    sampled rows would go in lockstep, each token by `torch.multinomial` itself."""
+    one, other = (torch.Generator(device).manual_seed(0) for _ in range(2))
+    probs = torch.linspace(0.1, 1, 4096, device=device).view(2, -1).softmax(-1)  # [2, 2048]
+    for _ in range(8):
+        drawn = torch.multinomial(probs, num_samples=1, generator=one)[:, 0]  # [2]
+        numbers = torch.empty_like(probs).exponential_(1, generator=other)
+        if not torch.equal((probs / numbers).argmax(-1), drawn):
+            return False
+    return torch.equal(one.get_state(), other.get_state())
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -44,7 +44,10 @@ def _replay_in_lockstep(
             text.logits += (raw,)
         if text.config.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [B]
+            if text.dice is not None and probs.dtype == torch.float32:  # a user's processor may give another
+                tokens = text.dice.throw(range(len(probs)), [input_ids.shape[1]] * len(probs), probs)  # [B]
+            else:
+                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [B]
         else:
             tokens = torch.argmax(scores, dim=-1)  # [B]
         if text.pad is not None:
