@@ -109,6 +109,23 @@ def test_what_there_is_no_room_for_is_drawn_again(monkeypatch):
     assert torch.equal(foresee(text, 4, VOCABULARY).whole().log_noise, seen)
 
 
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
+def test_numbers_that_nobody_will_ask_for_are_forgotten(lengths):
+    target, heads, agreeing = bigrams()
+    common = {**ragged_batch(VOCABULARY, lengths), "max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+    throw, kept = state.Dice.throw, []
+
+    def watched(dice, *args):
+        kept.append((len(dice.numbers), len(dice.states)))
+        return throw(dice, *args)
+
+    with agreeing, mock.patch.object(state.Dice, "throw", watched):
+        target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
+    assert len(kept) >= NEW
+    assert max(numbers for numbers, _ in kept) <= 2 * (heads.config.draft_depth + 1)
+    assert max(states for _, states in kept) <= 2 * (heads.config.draft_depth + 1)
+
+
 def test_where_torch_draws_in_another_way(monkeypatch):
     """Tokens are picked by `torch.multinomial` itself, at one place for all rows."""
     assert state.picks_by_a_race(torch.device("cpu"))

@@ -220,6 +220,12 @@ class Dice:
             return numbers
         return self.numbers[length]
 
+    def forget_before(self, length: int) -> None:
+        """No row stands at a shorter text any more."""
+        for known in (self.states, self.numbers):
+            for shorter in [other for other in known if other < length]:
+                del known[shorter]
+
     def _stand_at(self, length: int) -> None:
         """The first row comes to `length`. What was foreseen is forgotten where something else has drawn since."""
         now = random_state(self.like.device)

@@ -24,6 +24,9 @@ def replay(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
     paths: list[list[int]] = [[] for _ in text.running]
     children = _children(tree)
     text.found_no_drafts |= tree.size > 1 and not all(children[place] for place in text.unfinished)
+    if text.dice is not None:
+        lengths = [len(row) for row in text.running_rows()]
+        text.dice.forget_before(min((lengths[place] for place in text.unfinished), default=0))
     walk = _replay_in_lockstep if text.in_lockstep else _replay_abreast
     walk(children, logits, text, paths)
     return paths
