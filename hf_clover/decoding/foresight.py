@@ -62,9 +62,9 @@ class FromDice(Foresight):
         return Foresight(torch.cat(levels, dim=1), self.temperature)
 
     def _of_level(self, level: int, ids: torch.Tensor | None) -> torch.Tensor:
-        each = [self.dice.at(length + level)[row] for row, length in self.places]  # [V] each
-        each = each if ids is None else [numbers.to(ids.device)[ids] for numbers in each]
-        return torch.stack(each)[:, None].log_()  # [B, 1, U]
+        rows = [self.dice.at(length + level)[row] for row, length in self.places]  # [V] each
+        noise = (rows[0][None] if len(rows) == 1 else torch.stack(rows))[:, None]  # [B, 1, V]
+        return (noise if ids is None else noise.to(ids.device)[..., ids]).log()
 
 
 @dataclass
