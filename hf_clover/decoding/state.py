@@ -192,7 +192,7 @@ class Dice:
 
     def throw(self, rows: Sequence[int], lengths: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
         """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]."""
-        self.like = probs
+        self.like = probs  # float32, as the numbers are
         tokens = torch.empty(len(rows), dtype=torch.long, device=probs.device)
         for length in sorted(set(lengths)):
             places = [place for place, other in enumerate(lengths) if other == length]
@@ -212,7 +212,7 @@ class Dice:
                 self.at(length - 1)
             generator = torch.Generator(self.like.device)
             generator.set_state(self.states[length])
-            numbers = self.like.new_empty(self.batch_size, self.like.shape[1])
+            numbers = torch.empty(self.batch_size, self.like.shape[1], device=self.like.device)
             self.numbers[length] = numbers.exponential_(1, generator=generator)
             self.states.setdefault(length + 1, generator.get_state())
             if len(self.numbers) * numbers.nbytes > MOST_BYTES:
