@@ -275,7 +275,8 @@ class Course:
             repeats=args.repeats,
             report=lambda so_far: write(so_far, path),
         )
-        print(write(result, path))
+        for picture in plot(write(result, path)):
+            print(picture)
 
     def _timing(self, method: Method, row: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
         if row["skipped"]:
@@ -351,8 +352,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     ledger.read()
     result = ledger.save(settings_of(args))
     show(ledger)
-    for picture in plot(ledger.path):
-        print(picture)
+    if ledger.parts["rows"]:
+        for picture in plot(ledger.path):
+            print(picture)
     return result
 
 
