@@ -198,6 +198,19 @@ def test_nan_in_the_target_may_be_removed_by_the_user(model, heads, inputs):
     assert torch.equal(ours, model.generate(**inputs, **kwargs))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_infinite_scores_are_refused_as_plain_generate_refuses_them(model, heads, rows):
+    """No NaN, but no probabilities either: `torch.multinomial` says so, and it is asked."""
+    ids = torch.tensor([[1, 4, 2, 5, 3]]).repeat(rows, 1)
+    bias = {"sequence_bias": [[[3], math.inf]], "do_sample": True, "max_new_tokens": 6}
+    messages = []
+    for options in ({}, {"assistant_model": heads}):
+        with pytest.raises(RuntimeError, match="probability tensor contains") as error:
+            model.generate(ids, attention_mask=torch.ones_like(ids), **bias, **options)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_heads_that_give_nan_stop_drafting(model, heads, inputs, broken):
     with torch.no_grad():

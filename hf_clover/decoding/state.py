@@ -191,7 +191,7 @@ class Dice:
         self.numbers: dict[int, torch.Tensor] = {}  # [B, V] of lengths that were asked for lately
 
     def throw(self, rows: Sequence[int], lengths: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
-        """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]."""
+        """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]; -1 for NaN."""
         self.like = probs  # float32, as the numbers are
         tokens = torch.empty(len(rows), dtype=torch.long, device=probs.device)
         for length in sorted(set(lengths)):
@@ -203,9 +203,14 @@ class Dice:
             else:
                 numbers = self.at(length)
             if len(places) == self.batch_size:  # no index has to reach the device
-                return (probs / numbers).argmax(-1)
-            tokens[places] = (probs[places] / numbers[[rows[place] for place in places]]).argmax(-1)
+                return self._first(probs, numbers)
+            tokens[places] = self._first(probs[places], numbers[[rows[place] for place in places]])
         return tokens
+
+    @staticmethod
+    def _first(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        best, tokens = (probs / numbers).max(-1)  # [k], a NaN if there is one
+        return tokens.masked_fill_(best.isnan(), -1)
 
     def at(self, length: int) -> torch.Tensor:
         """[B, V]; of a length that nobody has reached, what is drawn there if nothing else draws before."""

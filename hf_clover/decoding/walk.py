@@ -57,6 +57,8 @@ def _replay_in_lockstep(
             tokens = tokens.masked_fill(torch.tensor(text.finished, device=tokens.device), text.pad)
         text.input_ids[0] = input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
         stops, picked = text.criteria(input_ids, text.scores).tolist(), tokens.tolist()
+        if min(picked) < 0:
+            torch.multinomial(probs, num_samples=1)  # which says why there is no token
         for row, stop in enumerate(stops):
             paths[row].append(nodes[row])
             text.fresh[row].append(picked[row])
@@ -85,11 +87,14 @@ def _replay_abreast(
             scores = torch.cat([_process(text.processors[row], text.input_ids[row], here) for row, here in each])
         if text.dice is not None:
             lengths = [text.input_ids[row].shape[1] for row in rows]
-            tokens = text.dice.throw(rows, lengths, torch.nn.functional.softmax(scores, dim=-1))  # [k]
+            probs = torch.nn.functional.softmax(scores, dim=-1)
+            picked = text.dice.throw(rows, lengths, probs).tolist()
+            if min(picked) < 0:
+                torch.multinomial(probs, num_samples=1)  # which says why there is no token
         else:
-            tokens = torch.argmax(scores, dim=-1)  # [k]
+            picked = torch.argmax(scores, dim=-1).tolist()
         at = {}
-        for place, row, node, token in zip(places, rows, nodes, tokens.tolist(), strict=True):
+        for place, row, node, token in zip(places, rows, nodes, picked, strict=True):
             new = torch.tensor([[token]], device=text.input_ids[row].device)
             text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
             paths[place].append(node)
