@@ -47,10 +47,18 @@ def heads(model):
 # ---------------------------------------------------------------------- memory
 
 
+CHAINS = pytest.mark.long("hf_clover/decoding/chain.py", "hf_clover/decoding/one_by_one.py")
+
+
 @pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
-@pytest.mark.long("hf_clover/decoding")
 @pytest.mark.automatic
-@pytest.mark.parametrize("target", ["llama", "bloom", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("llama", marks=pytest.mark.long("hf_clover/decoding")),
+        *(pytest.param(name, marks=CHAINS) for name in ("bloom", "lfm2", "qwen3_next")),
+    ],
+)
 def test_memory_does_not_grow(target):
     """500 generations of many kinds; what is found out at the first is kept, and nothing after that."""
     model = build(target, vocab_size=VOCABULARY)
