@@ -47,7 +47,7 @@ def heads(model):
 # ---------------------------------------------------------------------- memory
 
 
-CHAINS = pytest.mark.long("hf_clover/decoding/chain.py", "hf_clover/decoding/one_by_one.py")
+OF_CHAINS = pytest.mark.long("hf_clover/decoding/chain.py", "hf_clover/decoding/one_by_one.py")
 
 
 @pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
@@ -56,7 +56,7 @@ CHAINS = pytest.mark.long("hf_clover/decoding/chain.py", "hf_clover/decoding/one
     "target",
     [
         pytest.param("llama", marks=pytest.mark.long("hf_clover/decoding")),
-        *(pytest.param(name, marks=CHAINS) for name in ("bloom", "lfm2", "qwen3_next")),
+        *(pytest.param(name, marks=OF_CHAINS) for name in ("bloom", "lfm2", "qwen3_next")),
     ],
 )
 def test_memory_does_not_grow(target):
