@@ -52,10 +52,10 @@ MUTATIONS = (
         tests=("test_walk.py::test_greedy_walk_is_replay_is_plain_generate",),
     ),
     Mutation(
-        name="the random numbers of one token serve the next one too",
+        name="a row that comes later draws other random numbers",
         file="decoding/state.py",
-        line="set_random_state(self.states[length + 1], probs.device)",
-        broken="set_random_state(self.states[length], probs.device)",
+        line="tokens[places] = self._first(probs[places], numbers[[rows[place] for place in places]])",
+        broken="tokens[places] = self._first(probs[places], numbers[[0 for place in places]])",
         tests=("test_walk.py::test_the_same_seed_gives_the_same_text[free]",),
     ),
     Mutation(
