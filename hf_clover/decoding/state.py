@@ -197,11 +197,8 @@ class Dice:
         for length in sorted(set(lengths)):
             places = [place for place, other in enumerate(lengths) if other == length]
             if self.next is None or length >= self.next:
-                self._stand_at(length)
-                numbers = self.at(length)
-                set_random_state(self.states[length + 1], probs.device)
-            else:
-                numbers = self.at(length)
+                self._advance_over(length)
+            numbers = self.at(length)
             if len(places) == self.batch_size:  # no index has to reach the device
                 return self._first(probs, numbers)
             tokens[places] = self._first(probs[places], numbers[[rows[place] for place in places]])
@@ -233,14 +230,17 @@ class Dice:
             for shorter in [other for other in known if other < length]:
                 del known[shorter]
 
-    def _stand_at(self, length: int) -> None:
-        """The first row comes to `length`. What was foreseen is forgotten where something else has drawn since."""
+    def _advance_over(self, length: int) -> None:
+        """The first row comes to `length`, and the generator goes on as plain generate's would. What was foreseen is
+        forgotten where something else has drawn since."""
         now = random_state(self.like.device)
         if length not in self.states or not torch.equal(self.states[length], now):
             for known in (self.states, self.numbers):
                 for later in [other for other in known if other >= length]:
                     del known[later]
             self.states[length] = now
+        self.at(length)
+        set_random_state(self.states[length + 1], self.like.device)
         self.next = length + 1
 
 
