@@ -482,24 +482,28 @@ class BusyMachine(Machine):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("top", "worth"), [(0.03, 0.5), (0.75, 1.0)], ids=["untrained", "three of four right"])
-def test_times_that_wander_cost_little_from_the_first_answer_on(shape, top, worth):
-    """At most a twentieth of plain steps where drafting does not pay, a tenth of the best fixed tree where it does:
-    in the first 64 tokens of a process, and in the next."""
+@pytest.mark.parametrize(
+    ("top", "worth", "least"),
+    [(0.03, 0.5, (0.95, 0.95)), (0.7, 0.0, (0.84, 0.92)), (0.75, 1.0, (0.9, 0.9))],
+    ids=["untrained", "sure and never right", "three of four right"],
+)
+def test_times_that_wander_cost_little_from_the_first_answer_on(shape, top, worth, least):
+    """At most a twentieth of plain steps where drafting does not pay and the heads say so, a tenth of the best fixed
+    tree where it does: in the first 64 tokens of a process, and in the next. Heads that know nothing and are sure of it
+    cost a sixth at first, and then a twelfth."""
     first, later = [], []
     for seed in range(24):
         machine = BusyMachine(shape, top, worth, seed)
         first.append(machine.until(64))
         machine.budget = AutomaticBudget(machine.budget.experience, 63, None, None)
         later.append(machine.until(64))
-    least = 0.95 if top < 0.1 else 0.9
-    assert statistics.harmonic_mean(first) > least
-    assert statistics.harmonic_mean(later) > least
+    assert statistics.harmonic_mean(first) > least[0]
+    assert statistics.harmonic_mean(later) > least[1]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_text_that_is_hard_and_easy_by_turns(shape):
-    """At most a sixth of the best fixed tree, where stretches of 6 to 20 steps are a quarter and 85 % right by turns
+    """At most a seventh of the best fixed tree, where stretches of 6 to 20 steps are a quarter and 85 % right by turns
     and the first forward over each size takes 2.5 times its time, as where kernels are made for new shapes."""
     rates = []
     for seed in range(16):
@@ -525,7 +529,7 @@ def test_text_that_is_hard_and_easy_by_turns(shape):
             return tokens / sum(hard.forward(nodes(n)) + hard.draft * (nodes(n) > 0) for n, _ in later)
 
         rates.append(rate(lambda n: n) / max(rate(lambda n, size=size: size) for size in SIZES))
-    assert statistics.harmonic_mean(rates) > 5 / 6
+    assert statistics.harmonic_mean(rates) > 6 / 7
 
 
 def test_the_first_time_of_a_size_is_not_believed_if_it_was_slow():

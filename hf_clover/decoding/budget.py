@@ -30,8 +30,7 @@ from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
 LATELY = 12  # trees: as many nodes are drafted as the largest of them had, and more where more may pay
-LONGEST_REST = 128  # steps
-LONG_REST, HOPELESS = 32, 3  # steps, and rests in a row that may be no longer: a text has easy stretches too
+LONGEST_REST = 128  # steps; the first of several in a row are shorter, since a text has easy stretches too
 SHARE = 0.04  # of a rest's time, that the draft before it may have lost
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing, where times do not wander
 PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are known
@@ -84,12 +83,15 @@ class FixedBudget:
 
 class Acceptance:
     """What a joint probability is worth: by halves (1 to 1/2, 1/2 to 1/4, ...), how many nodes the target accepted
-    against how many were promised, forgetting slowly."""
+    against how many were promised, forgetting slowly. And all of it together: heads that know nothing may be as sure
+    of themselves as others, and a few first drafts tell one from the other before each half has been seen."""
 
     BINS, MEMORY = 12, 0.98
+    HOPE, SURELY, LUCK = 3.0, 9.0, 0.05  # log odds that heads know something, at first and at most; what luck gets right
 
     def __init__(self) -> None:
         self.promised, self.kept = torch.zeros(self.BINS), torch.zeros(self.BINS)
+        self.odds = self.HOPE
 
     def bins(self, log_probs: torch.Tensor) -> torch.Tensor:
         return (log_probs * -1.4427).clamp(0, self.BINS - 1).long()  # of base 2
@@ -97,11 +99,13 @@ class Acceptance:
     def expected(self, log_probs: torch.Tensor) -> torch.Tensor:
         """[B, N] -> the probability that each node is accepted."""
         factor = (self.kept + 1) / (self.promised + 1)  # [bins]
+        factor *= min((1 + math.exp(-self.HOPE)) / (1 + math.exp(-self.odds)), 1.0)
         return (log_probs.exp() * factor[self.bins(log_probs)]).clamp(max=1.0)
 
     def forget(self) -> None:
         """Half of it: what is not verified teaches nothing, so drafts get another chance as time goes by."""
         self.promised, self.kept = self.promised / 2, self.kept / 2
+        self.odds += max(self.HOPE - self.odds, 0.0) / 4
 
     def learn(self, log_probs: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
         """log_probs [B, N] of the rows that walked `paths`."""
@@ -111,6 +115,11 @@ class Acceptance:
         self.promised = self.MEMORY * self.promised
         self.promised += torch.bincount(bins.flatten(), log_probs.exp().flatten(), self.BINS)
         self.kept = self.MEMORY * self.kept + torch.bincount(bins[rows, nodes], minlength=self.BINS)
+        for promise, path in zip(log_probs[:, 0].exp().clamp(max=0.6).tolist(), paths, strict=True):
+            if promise > self.LUCK:  # of the likeliest first draft; nobody is believed to be surer than 0.6
+                is_right = len(path) > 1 and path[1] == 1
+                self.odds += math.log(promise / self.LUCK if is_right else (1 - promise) / (1 - self.LUCK))
+        self.odds = min(max(self.odds, -self.SURELY), self.SURELY)
 
 
 @dataclass
@@ -264,7 +273,7 @@ class AutomaticBudget:
             costs.rests = 0
         elif costs.advantage < 1:  # a draft that pays is followed by another
             costs.rests += 1
-            longest = LONGEST_REST if costs.rests > HOPELESS else LONG_REST
+            longest = min(SHORTEST_REST << costs.rests, LONGEST_REST)
             costs.resting = min(max(costs.rest, int(lost / SHARE)), longest)
             costs.rest = min(2 * costs.resting, longest)
             self.acceptance.forget()
