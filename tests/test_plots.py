@@ -309,6 +309,13 @@ def test_the_picture_of_how_it_works(tmp_path):
     assert_readable(page, page.axes[0].texts, slack=5)
 
 
+@pytest.mark.parametrize(("values", "begins"), [([2.2, 2.1], 0), ([0.1, 2.0], 0), ([1.0, 2.0], None)])
+def test_an_axis_that_begins_elsewhere_makes_nothing_small_look_large(values, begins):
+    panels = [{"kind": "lines", "title": "p", "series": [{"label": "a", "x": [1, 2], "y": values}]}]
+    bottom = panel(page_of({"title": "t", "panels": panels}), "p").get_ylim()[0]
+    assert bottom == begins if begins is not None else 0 < bottom < min(values)
+
+
 @pytest.mark.parametrize(("value", "said"), [(1_000_000, "1,000,000"), (0.003, "0.003"), (16, "16")])
 def test_ticks_say_every_number_in_full(value, said):
     series = [{"label": "a", "x": [value, 10 * value], "y": [1.0, 2.0]}]

@@ -85,8 +85,9 @@ def _draw_lines(drawn: Drawn, panel: Mapping[str, Any], looks: Mapping[str, tupl
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
     axes.grid(True, linewidth=0.8)
     axes.margins(x=0.03)
-    if 0 <= axes.dataLim.y0 < axes.dataLim.y1 / 3:
-        axes.set_ylim(bottom=0)  # nothing is hidden by beginning elsewhere
+    bottom, top = axes.dataLim.y0, axes.dataLim.y1
+    if 0 <= bottom < top / 3 or bottom > 0.8 * top > 0:
+        axes.set_ylim(0, 1.06 * top)  # nothing is hidden by beginning elsewhere, and nothing small is made to look large
     if axes.dataLim.y1 >= 10_000:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     axes.set_xlabel(textwrap.fill(panel.get("xlabel", ""), 60))
