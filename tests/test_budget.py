@@ -489,8 +489,8 @@ class BusyMachine(Machine):
 )
 def test_times_that_wander_cost_little_from_the_first_answer_on(shape, top, worth, least):
     """At most a twentieth of plain steps where drafting does not pay and the heads say so, a tenth of the best fixed
-    tree where it does: in the first 64 tokens of a process, and in the next. Heads that know nothing and are sure of it
-    cost a sixth at first, and then a twelfth."""
+    tree where it does: in the first 64 tokens of a process, and in the next. Heads that know nothing and are sure of
+    it cost a sixth at first, and then a twelfth."""
     first, later = [], []
     for seed in range(24):
         machine = BusyMachine(shape, top, worth, seed)

@@ -87,7 +87,7 @@ class Acceptance:
     of themselves as others, and a few first drafts tell one from the other before each half has been seen."""
 
     BINS, MEMORY = 12, 0.98
-    HOPE, SURELY, LUCK = 3.0, 9.0, 0.05  # log odds that heads know something, at first and at most; what luck gets right
+    HOPE, SURELY, LUCK = 3.0, 9.0, 0.05  # log odds that heads know anything, at first and at most; luck's share
 
     def __init__(self) -> None:
         self.promised, self.kept = torch.zeros(self.BINS), torch.zeros(self.BINS)

@@ -87,7 +87,7 @@ def _draw_lines(drawn: Drawn, panel: Mapping[str, Any], looks: Mapping[str, tupl
     axes.margins(x=0.03)
     bottom, top = axes.dataLim.y0, axes.dataLim.y1
     if 0 <= bottom < top / 3 or bottom > 0.8 * top > 0:
-        axes.set_ylim(0, 1.06 * top)  # nothing is hidden by beginning elsewhere, and nothing small is made to look large
+        axes.set_ylim(0, 1.06 * top)  # nothing hides below, and nothing small looks large
     if axes.dataLim.y1 >= 10_000:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     axes.set_xlabel(textwrap.fill(panel.get("xlabel", ""), 60))
