@@ -29,6 +29,7 @@ from .target_memory import memory_of
 from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
+LOOK = 5  # nodes, of the draft after a rest
 LATELY = 12  # trees: as many nodes are drafted as the largest of them had, and more where more may pay
 LONGEST_REST = 128  # steps; the first of several in a row are shorter, since a text has easy stretches too
 SHARE = 0.04  # of a rest's time, that the draft before it may have lost
@@ -276,6 +277,8 @@ class AutomaticBudget:
             longest = min(SHORTEST_REST << costs.rests, LONGEST_REST)
             costs.resting = min(max(costs.rest, int(lost / SHARE)), longest)
             costs.rest = min(2 * costs.resting, longest)
+            if costs.rests > 2:  # the next draft only looks whether that has changed
+                costs.reach, costs.chosen = LOOK, (LOOK,)
             self.acceptance.forget()
 
 
