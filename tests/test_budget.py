@@ -329,6 +329,22 @@ def test_no_more_is_drafted_than_may_pay():
     assert 0.1 < sum(nodes > 5 for nodes in drafted) / len(drafted) < 0.35
 
 
+def test_a_new_call_soon_looks_again():
+    """A long rest belongs to the text that it came from."""
+    machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.9, worth=0.0)
+    machine.run(300)
+    costs = machine.budget.costs
+    costs.resting = LONGEST_REST
+    again = AutomaticBudget(machine.budget.experience, 63, None, None)
+    asked = [again.ask(1, 100) for _ in range(SHORTEST_REST + 1)]
+    assert asked[:-1] == [0] * SHORTEST_REST
+    assert asked[-1] > 0
+    costs.resting = 3
+    again = AutomaticBudget(machine.budget.experience, 63, None, None)
+    assert again.ask(1, 100) == 0
+    assert costs.resting == 2, "what is left of a short one stays"
+
+
 def test_after_several_rests_a_draft_is_small():
     """Heads that are sure and never right: what is drafted only to see whether they still are costs little."""
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.9, worth=0.0)

@@ -203,6 +203,8 @@ class AutomaticBudget:
             with self.experience.lock:
                 if key not in known:
                     known[key] = self._begin_with_the_nearest(key)
+                if self.key is None:  # a new call: what did not pay for one text may pay for another
+                    known[key].resting = min(known[key].resting, SHORTEST_REST)
             self.key, self.costs = key, known[key]
         return self.costs
 
