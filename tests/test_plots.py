@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from hf_clover.measure import plots
-from hf_clover.measure.plots import THEMES, draw, figure_of, plot, settings
+from hf_clover.measure.plots import THEMES, _looks, draw, figure_of, plot, settings
 
 pytestmark = pytest.mark.long("hf_clover/measure")
 
@@ -218,6 +218,12 @@ def test_training_shows_held_out_figures_where_there_are(pages):
         "Top-1 accuracy, training text",
         "Tokens per forward, training text",
     ]
+
+
+def test_more_methods_than_colours_can_be_told_apart():
+    names = [f"drafter {chr(97 + i)}" for i in range(20)]
+    looks = _looks([{"series": [{"label": name} for name in ["clover-x", "medusa", *names]]}], THEMES["light"])
+    assert len(set(looks.values())) == len(looks) == 22
 
 
 def test_a_method_has_the_same_colour_everywhere(pages):

@@ -214,7 +214,8 @@ def _looks(panels: list[Mapping[str, Any]], theme: Mapping[str, Any]) -> dict[st
     known = dict(zip(_PARTS, theme["parts"])) | {"plain": theme["plain"]}
     looks = {label: (known[label], ".") for label in labels if label in known}
     free = dict(enumerate(zip(theme["cycle"], _MARKERS)))
-    every = list(free.values())
+    count = len(_MARKERS)
+    every = [(free[i][0], _MARKERS[(i + turn) % count]) for turn in range(count) for i in free]  # these first
     for label in labels:
         place = _METHODS.get(re.split("[:, ]", label)[0])
         if place in free and label not in looks:
