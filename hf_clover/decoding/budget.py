@@ -6,7 +6,7 @@ the same. The automatic one learns two things as steps go by, and keeps them fro
 (`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities
 are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that
 are furthest behind count as much as all rows do. Where drafting promises less than plain steps give, it rests, longer
-each time, and the heads do nothing meanwhile.
+each time, and the heads do nothing meanwhile. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.
 """
@@ -29,9 +29,9 @@ from .target_memory import memory_of
 from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
-LOOK = 5  # nodes, of the draft after a rest
 LATELY = 12  # trees: as many nodes are drafted as the largest of them had, and more where more may pay
 LONGEST_REST = 128  # steps; the first of several in a row are shorter, since a text has easy stretches too
+AFTER_RESTS = 5  # nodes drafted after more than two rests in a row, only to see whether it pays by now
 SHARE = 0.04  # of a rest's time, that the draft before it may have lost
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing, where times do not wander
 PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are known
@@ -279,8 +279,8 @@ class AutomaticBudget:
             longest = min(SHORTEST_REST << costs.rests, LONGEST_REST)
             costs.resting = min(max(costs.rest, int(lost / SHARE)), longest)
             costs.rest = min(2 * costs.resting, longest)
-            if costs.rests > 2:  # the next draft only looks whether that has changed
-                costs.reach, costs.chosen = LOOK, (LOOK,)
+            if costs.rests > 2:
+                costs.reach, costs.chosen = AFTER_RESTS, (AFTER_RESTS,)
             self.acceptance.forget()
 
 

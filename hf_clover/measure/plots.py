@@ -213,9 +213,9 @@ def _looks(panels: list[Mapping[str, Any]], theme: Mapping[str, Any]) -> dict[st
     labels = dict.fromkeys(series["label"] for panel in panels for series in panel["series"])
     known = dict(zip(_PARTS, theme["parts"])) | {"plain": theme["plain"]}
     looks = {label: (known[label], ".") for label in labels if label in known}
-    free = dict(enumerate(zip(theme["cycle"], _MARKERS)))
-    count = len(_MARKERS)
-    every = [(free[i][0], _MARKERS[(i + turn) % count]) for turn in range(count) for i in free]  # these first
+    colours, count = list(enumerate(theme["cycle"])), len(_MARKERS)
+    every = [(colour, _MARKERS[(i + turn) % count]) for turn in range(count) for i, colour in colours]
+    free = dict(enumerate(every[: len(colours)]))
     for label in labels:
         place = _METHODS.get(re.split("[:, ]", label)[0])
         if place in free and label not in looks:
