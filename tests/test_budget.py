@@ -345,6 +345,47 @@ def test_a_new_call_soon_looks_again():
     assert costs.resting == 2, "what is left of a short one stays"
 
 
+def test_copies_are_verified_where_the_heads_rest_or_promise_less():
+    """Copied tokens cost no draft. They need to promise more than a plain step while the heads rest, and more than
+    drafting did lately where they do not; and a step that shall be plain has none."""
+    machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
+    sure, unsure = torch.tensor([[0.9**i for i in range(1, 8)]]), torch.tensor([[0.05]])
+    budget = machine.budget
+    assert budget.ask_copies(sure, 100, [100]) == 0, "what a plain step costs is not known yet"
+    machine.run(40)
+    costs = budget.costs
+    costs.advantage, budget.since_plain = 3.0, 0
+    assert budget.ask_copies(sure, 100, [100]) == 7
+    assert budget.ask_copies(sure[:, :2], 100, [100]) == 0, "the heads promise more"
+    costs.resting, costs.advantage = 5, 0.9
+    assert budget.ask_copies(sure[:, :2], 100, [100]) == 2
+    assert costs.resting == 4, "it is a step of the rest"
+    for _ in range(9):  # what a forward over one node takes
+        budget.copied = 1
+        budget.learn(machine.tree(1), [[0]], 0.0, 11.5e-3)
+    costs.resting, budget.since_plain = 4, 0
+    assert budget.ask_copies(unsure, 100, [100]) == 0
+    assert costs.resting == 4, "which `ask` will count"
+    budget.since_plain = PLAIN_EVERY
+    assert budget.ask_copies(sure, 100, [100]) == 0, "time to see what a plain step costs"
+    assert FixedBudget(4).ask_copies(sure, 100, [100]) == 0
+
+
+def test_what_was_copied_says_nothing_of_the_heads():
+    machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
+    machine.run(40)
+    budget, acceptance = machine.budget, machine.budget.acceptance
+    budget.since_plain, before = 0, (acceptance.odds, acceptance.kept.clone(), len(budget.costs.drafts))
+    copied = budget.ask_copies(torch.tensor([[0.95**i for i in range(1, 8)]]), 100, [100])
+    tree = budget.cut(machine.tree(copied), [0], [100])
+    assert tree.size - 1 == copied == 7
+    forwards = len(budget.costs.forwards)
+    budget.learn(tree, [list(range(8))], 0.0, 12e-3)
+    assert (acceptance.odds, len(budget.costs.drafts)) == (before[0], before[2])
+    assert torch.equal(acceptance.kept, before[1])
+    assert len(budget.costs.forwards) == forwards + 1, "but what the forward took is learned"
+
+
 def test_after_several_rests_a_draft_is_small():
     """Heads that are sure and never right: what is drafted only to see whether they still are costs little."""
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.9, worth=0.0)

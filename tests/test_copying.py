@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
+from hf_clover.decoding import heads_run
+from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.copying import RUN, Copies
+from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
 
 VOCABULARY = 16
@@ -106,7 +111,7 @@ def test_the_best_nodes_of_tree_and_path(seed):
     tokens = torch.randint(1, 5, (3, count), generator=generator)
     log_probs = -torch.rand(3, count, generator=generator).cumsum(1)
     log_probs[0, count // 2 :] = -torch.inf  # a row whose path is shorter
-    new = with_path(tree, tokens, log_probs)
+    new = with_path(tree, tokens, log_probs, nodes)
     assert new.size == tree.size
     assert torch.equal(new.tokens[:, 0], tree.tokens[:, 0])
     for row in range(3):
@@ -156,19 +161,70 @@ def test_tokens_stay_and_copies_are_accepted(model, variant, kwargs, lengths):
 def test_the_budget_chooses_among_copies_too(model, monkeypatch):
     """What is copied stands in the tree before the budget cuts it, in the order of its chances."""
     heads = CloverHeads.from_target(model, draft_copies=6)
-    cut, added_to = [], Copies.added_to
+    cut = []
 
-    def watched(copies, tree, rows):
-        cut.append((tree.size, added_to(copies, tree, rows)))
+    def watched(tree, tokens, log_probs, nodes):
+        cut.append((tree.size, with_path(tree, tokens, log_probs, nodes)))
         return cut[-1][1]
 
-    monkeypatch.setattr(Copies, "added_to", watched)
+    monkeypatch.setattr(heads_run, "with_path", watched)
     model.generate(**ragged_batch(VOCABULARY, (40,)), max_new_tokens=40, assistant_model=heads, num_assistant_tokens=5)
     assert cut
     for size, tree in cut:
         assert tree.size == size
         joint = tree.log_probs[0]
         assert bool((joint[:-1] >= joint[1:]).all())
+
+
+class Resting(AutomaticBudget):
+    """On a machine where a step takes as long with ten nodes as with none, with heads that are always at rest."""
+
+    def learn(self, tree, paths, draft_seconds, forward_seconds):
+        super().learn(tree, paths, 0.0, 1.0)
+
+    def ask(self, rows, context, replayed=0):
+        self._look_up(rows, context).resting = 9
+        return super().ask(rows, context, replayed)
+
+
+@pytest.mark.automatic
+@pytest.mark.parametrize("variant", ["clover-x", "clover-2"])
+@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
+def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, lengths):
+    """The heads draft nothing, also rows without a copy beside those with one; the tokens stay plain generate's."""
+    monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
+    asked = []
+    draft = CloverCandidateGenerator.draft
+    monkeypatch.setattr(
+        CloverCandidateGenerator, "draft", lambda self, nodes, *rest: asked.append(nodes) or draft(self, nodes, *rest)
+    )
+    heads = CloverHeads.from_target(model, variant=variant, draft_copies=6)
+    inputs = ragged_batch(VOCABULARY, lengths)
+    options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
+    torch.manual_seed(0)
+    plain = model.generate(**inputs, **options).sequences
+    torch.manual_seed(0)
+    out = model.generate(**inputs, **options, assistant_model=heads)
+    assert torch.equal(out.sequences, plain)
+    assert asked
+    assert not any(asked)
+    assert out.speculation.accepted_tokens > (2 if kwargs else 15 * len(lengths))
+
+
+@pytest.mark.automatic
+def test_heads_that_give_nan_are_found_beside_copies(model, monkeypatch):
+    """A row without a copy is no sign of it."""
+    monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
+    inputs = ragged_batch(VOCABULARY, (40, 25, 12))
+    heads = CloverHeads.from_target(model, draft_copies=6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CloverWarning)
+        model.generate(**inputs, max_new_tokens=60, assistant_model=heads, pad_token_id=0)
+    for parameter in heads.parameters():
+        parameter.data.fill_(float("nan"))
+    with pytest.warns(CloverWarning, match="the heads gave NaN"):
+        model.generate(**inputs, max_new_tokens=60, assistant_model=heads, pad_token_id=0, num_assistant_tokens=3)
 
 
 def test_a_number_of_copies_is_checked():

@@ -1,12 +1,13 @@
 """How many nodes a tree gets.
 
-Contract: a budget is asked before each step how many nodes to draft (`ask`), cuts the tree that was drafted (`cut`),
-and is told what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says
-the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step costs
-(`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities
-are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that
-are furthest behind count as much as all rows do. Where drafting promises less than plain steps give, it rests, longer
-each time, and the heads do nothing meanwhile. A new call cuts a long rest short.
+Contract: a budget is asked before each step how many copied tokens are worth a step without the heads (`ask_copies`)
+and, where none are, how many nodes they shall draft (`ask`). It cuts the tree that was drafted (`cut`), and is told
+what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says the same.
+The automatic one learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for
+each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities are worth
+(`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that are
+furthest behind count as much as all rows do. Where drafting promises less than plain steps give, the heads rest,
+longer each time; what is copied from the text is verified meanwhile. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.
 """
@@ -68,6 +69,9 @@ class FixedBudget:
     @property
     def most_nodes(self) -> int:
         return self.nodes
+
+    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int]) -> int:
+        return 0
 
     def ask(self, rows: int, context: int, replayed: int = 0) -> int:
         return self.nodes
@@ -148,7 +152,8 @@ class AutomaticBudget:
         self.key: Hashable = None
         self.drafts = self.since_plain = 0
         self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
-        self.drafted = 0  # nodes, in this step
+        self.copied = 0  # nodes, in this step, and no others
+        self.drafted = 0  # nodes, likewise
         self.replayed = 0  # tokens, likewise
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
 
@@ -156,11 +161,28 @@ class AutomaticBudget:
     def most_nodes(self) -> int:
         return self.sizes[-1]
 
+    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int]) -> int:
+        """How many copied tokens are to be verified in a step without the heads, if any: it must promise more than a
+        plain step does, and more than drafting did lately. `chances` [rows, k] that each of them is accepted, in the
+        rows that are unfinished; `lengths`: of their texts."""
+        self.copied = self.replayed = 0
+        costs = self._look_up(len(lengths), context)
+        if self._must_be_plain(costs):
+            return 0
+        sizes = [size for size in self.sizes if size <= chances.shape[1]]
+        gained = self._gained(chances, lengths)
+        rates = [gained[size] / step for size, step in zip(sizes, self._steps(sizes, by_heads=False), strict=True)]
+        place = _smallest_good(rates)
+        if place and rates[place] > (1.0 if costs.resting else max(costs.advantage, 1.0)):
+            self.copied = sizes[place]
+            costs.resting = max(costs.resting - 1, 0)
+        return self.copied
+
     def ask(self, rows: int, context: int, replayed: int = 0) -> int:
         """`replayed`: settled tokens that this step's forward takes again, each as dear as a node."""
-        self.replayed = replayed
+        self.copied, self.replayed = 0, replayed
         costs = self._look_up(rows, context)
-        if costs.resting or costs.plain.value is None or self._must_compare(costs):
+        if costs.resting or self._must_be_plain(costs):
             costs.resting = max(costs.resting - 1, 0)
             return 0
         if self.has_fixed_reach:
@@ -170,15 +192,14 @@ class AutomaticBudget:
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         """`rows`: those that are unfinished; `lengths`: of their texts."""
-        self.drafted, self.log_probs = tree.size - 1, None
-        if tree.size == 1:
+        self.drafted, self.log_probs = 0 if self.copied else tree.size - 1, None
+        if not self.drafted:
             return tree
         log_probs = tree.log_probs[:, 1:].cpu()[list(rows)]  # [rows, N]; the one wait for the draft
         if not bool((log_probs[:, 0] > -torch.inf).any()):
             self.log_probs = log_probs
             return tree  # nothing to choose from; the walk will say so
-        shortest = min(lengths)
-        best = self._best(log_probs, [place for place, length in enumerate(lengths) if length == shortest])
+        best = self._best(log_probs, lengths)
         self.log_probs = log_probs[:, :best]
         return tree.first(best)
 
@@ -187,7 +208,7 @@ class AutomaticBudget:
         nodes = tree.size - 1
         self.since_plain += 1
         with self.experience.lock:
-            if nodes:
+            if nodes and not self.copied:
                 self.acceptance.learn(self.log_probs, paths)
             beside_root = nodes + self.replayed
             if beside_root or self.drafted:
@@ -221,13 +242,16 @@ class AutomaticBudget:
         costs = self.experience.costs[nearest]
         return copy.deepcopy(costs) if nearest[1] == key[1] else costs.of_other_rows(nearest[1], key[1])
 
-    def _must_compare(self, costs: Costs) -> bool:
+    def _must_be_plain(self, costs: Costs) -> bool:
+        """Whether this step shall show what a plain one costs."""
         known = len(costs.plain.values)
+        if known == 0:
+            return True
         sure = SURE * math.exp(4 * costs.noise / known**0.5)
         return self.since_plain >= min(2 << known, PLAIN_EVERY) and costs.advantage < sure
 
-    def _best(self, log_probs: torch.Tensor, last: Sequence[int]) -> int:
-        """How many nodes of a tree are worth their time. `last`: the places of the rows that are furthest behind."""
+    def _best(self, log_probs: torch.Tensor, lengths: Sequence[int]) -> int:
+        """How many nodes of a tree are worth their time."""
         costs = self.costs
         drafted = int((log_probs > -torch.inf).sum(1).max())  # the rest are places that could not be filled
         sizes = [size for size in self.sizes if size <= drafted]
@@ -235,24 +259,13 @@ class AutomaticBudget:
         if drafted == log_probs.shape[1]:  # two more: a size may be dearer than the one above it
             sizes += [size for size in self.sizes if size > drafted][:2]
         self.drafts += 1
-        gains = _with_more(self._gains(log_probs, last)[:drafted].tolist(), sizes[-1])
-        gained = list(accumulate(gains, initial=1.0))  # tokens of a step over as many nodes
-        forwards, costs.noise = cost_by_size(
-            costs.in_plain_steps(costs.forwards), [size + self.replayed for size in sizes], *self.guess
-        )
-        drafts, _ = cost_by_size(costs.in_plain_steps(costs.drafts), sizes, DRAFT, self.guess[1])
-        # No forward takes less than one over a single token: where it seems so, the machine was slower for that one.
-        slower = min([1.0, *forwards[1:]])
-        steps = [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
-        if not self.replayed:
-            steps[0] = drafts[0] / slower + 1
-        tokens = [gained[size] for size in sizes]
+        gained = self._gained(self.acceptance.expected(log_probs)[:, :drafted], lengths, sizes[-1])
+        tokens, steps = [gained[size] for size in sizes], self._steps(sizes)
         rates = [t / s for t, s in zip(tokens, steps, strict=True)]
-        best = max(rates[:within])
-        place = next(i for i, rate in enumerate(rates) if rate >= NEARLY * best)
+        place = _smallest_good(rates[:within])
         costs.chosen = (*costs.chosen, sizes[place])[-LATELY:]
         looks = len(costs.chosen) < LATELY or self.drafts % LOOK_EVERY == 0
-        may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > best)
+        may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > max(rates[:within]))
         costs.reach = sizes[-1] if may_pay else max(1, *costs.chosen)
         self._rest_or_go_on(costs, rates[place], steps[place] - tokens[place])
         if self.drafts % EXPLORE_EVERY == 0:
@@ -260,11 +273,27 @@ class AutomaticBudget:
             place = min(place + 1, within - 1) if up else place - 1
         return sizes[place]
 
-    def _gains(self, log_probs: torch.Tensor, last: Sequence[int]) -> torch.Tensor:
-        """[N]: tokens that a row gains by each node. The call is over with its last row, while every row that ends
-        makes the steps of the others cheaper; so those furthest behind count as much as all rows do."""
-        expected = self.acceptance.expected(log_probs)  # [rows, N]
-        return (expected.mean(0) + expected[last].mean(0)) / 2
+    def _gained(self, chances: torch.Tensor, lengths: Sequence[int], most: int = 0) -> list[float]:
+        """Tokens of a step over the first 0, 1, ... nodes, which are accepted with these `chances` [rows, N]; up to
+        `most` as they would go on. The call is over with its last row, while every row that ends makes the steps of
+        the others cheaper; so those furthest behind count as much as all rows do."""
+        shortest = min(lengths)
+        last = [place for place, length in enumerate(lengths) if length == shortest]
+        gains = (chances.mean(0) + chances[last].mean(0)) / 2  # [N]
+        return list(accumulate(_with_more(gains.tolist(), most), initial=1.0))
+
+    def _steps(self, sizes: Sequence[int], by_heads: bool = True) -> list[float]:
+        """Plain steps that a step over each of `sizes` takes, with the draft where it is the heads'."""
+        costs, beside_root = self.costs, [size + self.replayed for size in sizes]
+        forwards, costs.noise = cost_by_size(costs.in_plain_steps(costs.forwards), beside_root, *self.guess)
+        drafts = [0.0] * len(sizes)
+        if by_heads:
+            drafts, _ = cost_by_size(costs.in_plain_steps(costs.drafts), sizes, DRAFT, self.guess[1])
+        # No forward takes less than one over a single token: where it seems so, the machine was slower for that one.
+        slower = min([1.0, *forwards[1:]])
+        if not self.replayed:
+            forwards[0] = slower
+        return [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
 
     def _rest_or_go_on(self, costs: Costs, advantage: float, lost: float) -> None:
         """`lost`: plain steps that this draft takes longer than as many tokens by plain steps."""
@@ -284,8 +313,15 @@ class AutomaticBudget:
             self.acceptance.forget()
 
 
+def _smallest_good(rates: Sequence[float]) -> int:
+    """The place of the first that is about as good as the best."""
+    return next(place for place, rate in enumerate(rates) if rate >= NEARLY * max(rates))
+
+
 def _with_more(gains: list[float], size: int) -> list[float]:
     """`gains` of the nodes of a tree, and of as many more as make it `size`: they fall on as they fell so far."""
+    if size <= len(gains):
+        return gains
     fall = (gains[-1] / gains[0]) ** (1 / (len(gains) - 1)) if len(gains) > 1 else gains[0]
     more = range(1, size - len(gains) + 1)
     return gains + [gains[-1] * min(fall, 1.0) ** place for place in more]

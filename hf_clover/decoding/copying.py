@@ -3,8 +3,8 @@
 Contract: `Copies` knows the rows' texts on the host, since every walk brings its tokens there. Where the last `RUN`
 tokens of a row stood before, what followed them is a path of drafts, which goes into the heads' tree with the
 probability that such tokens were right so far in this call: the best nodes of both are verified, as many as there were
-to be. What is copied costs the heads nothing and may go on for longer than they draft. Where the run is new to its own
-text, it is looked up in a `TextMemory`, if the heads have one.
+to be. Where the heads rest, the path is verified by itself. What is copied costs the heads nothing and may go on for
+longer than they draft. Where the run is new to its own text, it is looked up in a `TextMemory`, if the heads have one.
 
 Shapes: B batch, k copied tokens at most.
 """
@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-
-from .tree import Tree, with_path
 
 RUN = 3  # tokens that must stand in the same order
 FORGET = 0.9  # of what was right, from step to step
@@ -118,14 +116,10 @@ class Copies:
             for text in self.texts:
                 self.memory.add(text)
 
-    def added_to(self, tree: Tree, rows: Sequence[int]) -> Tree:
-        """The best nodes of `tree`, whose rows are these, and of what is copied; as many as it had."""
+    def paths(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is copied for `rows`: tokens and joint log-probabilities, [B, k] each, -inf from where a path ends."""
         guesses = [self.guesses[row] for row in rows]
-        longest = max(map(len, guesses))
-        if longest == 0 or tree.size == 1:
-            return tree
-        step = math.log(self.chance)
-        tokens = [[*guess, *[-1] * (longest - len(guess))] for guess in guesses]
+        longest, step = max(map(len, guesses)), math.log(self.chance)
+        tokens = [[*guess, *[0] * (longest - len(guess))] for guess in guesses]
         joint = [[(i + 1) * step if i < len(guess) else -math.inf for i in range(longest)] for guess in guesses]
-        device = tree.tokens.device
-        return with_path(tree, torch.tensor(tokens, device=device), torch.tensor(joint, device=device))
+        return torch.tensor(tokens), torch.tensor(joint)

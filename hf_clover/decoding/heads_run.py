@@ -26,7 +26,7 @@ from .state import Text
 from .static_drafting import compiled_drafter
 from .support import warn
 from .target_run import TargetRun
-from .tree import Tree, with_chain
+from .tree import Tree, with_chain, with_path
 
 DROP_BELOW = 0.75  # of a batch's rows going on
 
@@ -39,6 +39,7 @@ class HeadsRun:
         budget.has_fixed_reach = run.is_compiled
         most = heads.config.draft_copies if (run.shape or heads.config.draft_tree) != "chain" else 0
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
+        self.drafted = 0  # nodes by the heads, in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
@@ -77,7 +78,8 @@ class HeadsRun:
     def take_in(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
         """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
         text, run = self.text, self.run
-        if text.found_no_drafts and not self.drafter.is_broken:  # which the walk sees at no cost
+        found_no_drafts, text.found_no_drafts = text.found_no_drafts, False  # which the walk sees at no cost
+        if found_no_drafts and self.drafted and not self.drafter.is_broken:
             self.drafter.is_broken = True
             warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
         if text.done and not run.keeps_cache:
@@ -101,20 +103,31 @@ class HeadsRun:
 
     def draft(self, vocab_size: int) -> Tree:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
-        text, lengths, unfinished = self.text, self.run.cache.lengths, self.text.unfinished
-        nodes = self.budget.ask(len(unfinished), max(lengths), self.run.replayed)
-        nodes = 0 if self.run.must_settle else nodes
-        levels = min(nodes, self.drafter.config.draft_depth)
-        foresight = foresee(text, levels, vocab_size, self.unwalked) if nodes else None
-        tree = self.drafter.draft(nodes, self.run.shape, foresight)
-        if self.copies is not None:
-            self.copies.take_in(text.take_fresh())
-            tree = self.copies.added_to(tree, text.running)
-        tree = self.budget.cut(tree, unfinished, [lengths[place] for place in unfinished])
+        text, unfinished, columns = self.text, self.text.unfinished, self.run.cache.lengths
+        lengths, context = [columns[place] for place in unfinished], max(columns)
+        paths, copied = self._copied_paths(), 0
+        if paths is not None:
+            copied = self.budget.ask_copies(paths[1][unfinished].exp(), context, lengths)
+        nodes = 0 if copied else self.budget.ask(len(unfinished), context, self.run.replayed)
+        self.drafted = 0 if self.run.must_settle else nodes
+        levels = min(self.drafted, self.drafter.config.draft_depth)
+        foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
+        tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
+        if paths is not None and (size := copied or tree.size - 1):
+            tree = with_path(tree, *(each.to(tree.tokens.device) for each in paths), size)
+        tree = self.budget.cut(tree, unfinished, lengths)
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)
             tree = with_chain(tree, finished, text.pad)
         return tree
+
+    def _copied_paths(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is copied for the running rows, tokens [B, k] and joint log-probabilities [B, k]; None for nothing."""
+        if self.copies is None or self.drafter.is_broken:
+            return None
+        self.copies.take_in(self.text.take_fresh())
+        paths = self.copies.paths(self.text.running)
+        return paths if paths[0].shape[1] else None
 
     # ------------------------------------------------------------------ rows and texts that end
 

@@ -79,7 +79,7 @@ class Text:
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
     fresh: list[list[int]] = field(default_factory=list)  # per row, what was emitted and nobody has asked for yet
-    found_no_drafts: bool = False  # a tree had nodes, and none of them was valid
+    found_no_drafts: bool = False  # this step's tree had nodes, and a row none that is valid
 
     @classmethod
     def start(

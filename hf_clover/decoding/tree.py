@@ -78,10 +78,9 @@ def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
     return Tree(tokens, parents, depths, tree.log_probs, tree.valid | rows, max_depth=size - 1)
 
 
-def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor) -> Tree:
-    """The best nodes of `tree` and of one path of `tokens` [B, k] below its root, as many as `tree` has; `log_probs`
-    [B, k] are joint ones, -inf from where a row has no path. What both have counts once, with the better of the two.
-    """
+def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
+    """The best `nodes` of `tree` and of one path of `tokens` [B, k] below its root; `log_probs` [B, k] are joint ones,
+    -inf from where a row has no path. What both have counts once, with the better of the two."""
     size, count = tree.size, tokens.shape[1]
     at = torch.zeros_like(tree.tokens[:, 0])  # [B] the node that the path has reached
     joint, parents, is_new = tree.log_probs.clone(), [], []
@@ -100,9 +99,9 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor) -> Tree
     order = torch.arange(1, count + 1, device=tokens.device).expand_as(tokens)  # [B, k]
     joint = torch.cat((joint, log_probs.masked_fill(~new, -torch.inf)), dim=1)  # [B, n + k]
     joint, chosen = joint.sort(dim=1, descending=True, stable=True)  # a parent is no worse than its child, and earlier
-    joint, chosen = joint[:, :size], chosen[:, :size]
+    joint, chosen = joint[:, : nodes + 1], chosen[:, : nodes + 1]
     number = torch.zeros(len(tokens), size + count, dtype=torch.long, device=tokens.device)
-    number.scatter_(1, chosen, torch.arange(size, device=tokens.device).expand_as(chosen))
+    number.scatter_(1, chosen, torch.arange(chosen.shape[1], device=tokens.device).expand_as(chosen))
 
     def kept(mine: torch.Tensor, of_path: torch.Tensor) -> torch.Tensor:
         return torch.cat((mine, of_path), dim=1).gather(1, chosen)  # [B, n]
@@ -115,7 +114,7 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor) -> Tree
         depths=kept(tree.depths, order) * valid,
         log_probs=joint,
         valid=valid,
-        max_depth=min(max(tree.max_depth, count), size - 1),
+        max_depth=min(max(tree.max_depth, count), nodes),
     )
 
 
