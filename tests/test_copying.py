@@ -13,7 +13,7 @@ from zoo import build, ragged_batch
 from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding import heads_run
 from hf_clover.decoding.budget import AutomaticBudget
-from hf_clover.decoding.copying import RUN, Copies
+from hf_clover.decoding.copying import RUN, RUN_ELSEWHERE, Copies
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
@@ -250,7 +250,7 @@ def remembered(texts, most_tokens):
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=1, max_size=8),
     st.integers(1, 30),
-    st.lists(st.integers(0, 1), min_size=RUN, max_size=RUN),
+    st.lists(st.integers(0, 1), min_size=RUN_ELSEWHERE, max_size=RUN_ELSEWHERE),
     st.integers(1, 5),
 )
 def test_a_memory_knows_what_followed_in_the_last_text_that_has_the_run(texts, most_tokens, run, most):
@@ -260,7 +260,10 @@ def test_a_memory_knows_what_followed_in_the_last_text_that_has_the_run(texts, m
     kept = remembered(texts, most_tokens)
     assert len(memory) == sum(map(len, kept)) <= most_tokens
     followed_by = [
-        text[end : end + most] for text in kept for end in range(RUN, len(text)) if text[end - RUN : end] == run
+        text[end : end + most]
+        for text in kept
+        for end in range(RUN_ELSEWHERE, len(text))
+        if text[end - RUN_ELSEWHERE : end] == run
     ]
     found = memory.after(tuple(run), most)
     if texts == kept:  # none was forgotten, which may leave a run without its place in an older text

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-RUN = 3  # tokens that must stand in the same order
+RUN = 2  # tokens that must stand in the same order in the row's own text
+RUN_ELSEWHERE = 3  # likewise in another text, where what followed two says less
 FORGET = 0.9  # of what was right, from step to step
 SURE = 0.98  # at most, of the next copied token
 
@@ -52,15 +53,15 @@ class TextMemory:
             for known in [known for known in self._texts if text[: len(known)] == known]:  # a turn before this one
                 self._forget(known)
             self._texts.append(text)
-            for end in range(RUN, len(text)):  # what ends the text is followed by nothing
-                self._ends[tuple(text[end - RUN : end])] = text, end
+            for end in range(RUN_ELSEWHERE, len(text)):  # what ends the text is followed by nothing
+                self._ends[tuple(text[end - RUN_ELSEWHERE : end])] = text, end
             while len(self) > self.most_tokens:
                 self._forget(self._texts[0])
 
     def _forget(self, text: list[int]) -> None:
         self._texts = deque(known for known in self._texts if known is not text)
-        for end in range(RUN, len(text)):
-            run = tuple(text[end - RUN : end])
+        for end in range(RUN_ELSEWHERE, len(text)):
+            run = tuple(text[end - RUN_ELSEWHERE : end])
             if self._ends.get(run, (None, 0))[0] is text:
                 del self._ends[run]
 
@@ -104,11 +105,13 @@ class Copies:
         text.extend(tokens)
         for end in range(start, len(text)):
             ends[tuple(text[end - RUN : end])] = end
-        run = tuple(text[-RUN:])
-        if run in ends:
-            self.guesses[row] = text[ends[run] : ends[run] + self.most]
+        end = ends.get(tuple(text[-RUN:]))
+        if end is not None:
+            self.guesses[row] = text[end : end + self.most]
+        elif self.memory is not None:
+            self.guesses[row] = self.memory.after(tuple(text[-RUN_ELSEWHERE:]), self.most)
         else:
-            self.guesses[row] = [] if self.memory is None else self.memory.after(run, self.most)
+            self.guesses[row] = []
 
     def remember(self) -> None:
         """The texts are over: they go into the memory."""

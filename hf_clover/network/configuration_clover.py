@@ -75,7 +75,7 @@ class CloverConfig(PreTrainedConfig):
             `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
             `"chain"`. `draft_depth` defaults to `num_heads`, and to 8 where heads that share
             their weights recall. The number of nodes is `heads.generation_config.num_assistant_tokens`.
-        draft_copies (`int`, defaults to 0): where the last three tokens stood in the text before, so many of those
+        draft_copies (`int`, defaults to 0): where the last two tokens stood in the text before, so many of those
             that followed them are drafted beside what the heads draft; 0 for none, and none beside a `"chain"`.
             `from_target` sets 10 for heads with recall.
         bos_token_id, eos_token_id, pad_token_id: those of the target, by which transformers' pipelines tell that the
