@@ -127,14 +127,19 @@ def test_the_best_nodes_of_tree_and_path(seed):
 # ---------------------------------------------------------------------- generate
 
 
+def that_repeats_itself(name, context=0.0):
+    """A model whose next token depends on the last one alone, or little on those before, so that its greedy text soon
+    runs in a circle."""
+    model = build(name, vocab_size=VOCABULARY)
+    for part, weight in model.named_parameters():
+        if any(output in part for output in ("o_proj", "out_proj", "down_proj")):
+            weight.data.mul_(context)
+    return model
+
+
 @pytest.fixture(scope="module")
 def model():
-    """One whose next token depends on the last one alone, so that its greedy text soon runs in a circle."""
-    model = build("llama", vocab_size=VOCABULARY)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-        layer.mlp.down_proj.weight.data.zero_()
-    return model
+    return that_repeats_itself("llama")
 
 
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2", "medusa"])
@@ -210,6 +215,30 @@ def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, 
     assert asked
     assert not any(asked)
     assert out.speculation.accepted_tokens > (2 if kwargs else 15 * len(lengths))
+
+
+@pytest.mark.automatic
+@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("context", "method"), [(0.01, "replayed chain"), (0.0, "chain")])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_copies_alone_where_only_chains_are_verified(monkeypatch, name, context, method, kwargs):
+    """What is copied is a chain. Rows that wait for each other do without."""
+    monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
+    target = that_repeats_itself(name, context)
+    heads = CloverHeads.from_target(target, draft_copies=6)
+    options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
+    accepted = []
+    for lengths in ((40,), (40, 25)):
+        inputs = ragged_batch(VOCABULARY, lengths)
+        torch.manual_seed(0)
+        plain = target.generate(**inputs, **options).sequences
+        torch.manual_seed(0)
+        out = target.generate(**inputs, **options, assistant_model=heads)
+        assert torch.equal(out.sequences, plain)
+        assert out.speculation.method == method
+        accepted.append(out.speculation.accepted_tokens)
+    assert accepted[0] > (2 if kwargs else 20)
+    assert accepted[1] == 0
 
 
 @pytest.mark.automatic

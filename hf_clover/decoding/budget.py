@@ -70,7 +70,7 @@ class FixedBudget:
     def most_nodes(self) -> int:
         return self.nodes
 
-    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int]) -> int:
+    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
         return 0
 
     def ask(self, rows: int, context: int, replayed: int = 0) -> int:
@@ -161,11 +161,12 @@ class AutomaticBudget:
     def most_nodes(self) -> int:
         return self.sizes[-1]
 
-    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int]) -> int:
+    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
         """How many copied tokens are to be verified in a step without the heads, if any: it must promise more than a
-        plain step does, and more than drafting did lately. `chances` [rows, k] that each of them is accepted, in the
-        rows that are unfinished; `lengths`: of their texts."""
-        self.copied = self.replayed = 0
+        step without any, and, where the heads do not rest, more than drafting did lately. `chances` [rows, k] that
+        each of them is accepted, in the rows that are unfinished; `lengths`: of their texts; `replayed`: as `ask` has
+        it."""
+        self.copied, self.replayed = 0, replayed
         costs = self._look_up(len(lengths), context)
         if self._must_be_plain(costs):
             return 0
@@ -173,7 +174,7 @@ class AutomaticBudget:
         gained = self._gained(chances, lengths)
         rates = [gained[size] / step for size, step in zip(sizes, self._steps(sizes, by_heads=False), strict=True)]
         place = _smallest_good(rates)
-        if place and rates[place] > (1.0 if costs.resting else max(costs.advantage, 1.0)):
+        if place and (costs.resting or rates[place] > max(costs.advantage, 1.0)):
             self.copied = sizes[place]
             costs.resting = max(costs.resting - 1, 0)
         return self.copied

@@ -37,7 +37,8 @@ class HeadsRun:
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
-        most = heads.config.draft_copies if (run.shape or heads.config.draft_tree) != "chain" else 0
+        most = heads.config.draft_copies if heads.config.draft_tree != "chain" else 0
+        most = most if run.shape != "chain" or len(text.finished) == 1 else 0  # of rows that wait for each other
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
         self.drafted = 0  # nodes by the heads, in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
@@ -105,16 +106,16 @@ class HeadsRun:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
         text, unfinished, columns = self.text, self.text.unfinished, self.run.cache.lengths
         lengths, context = [columns[place] for place in unfinished], max(columns)
-        paths, copied = self._copied_paths(), 0
+        replayed, paths, copied = self.run.replayed, self._copied_paths(), 0
         if paths is not None:
-            copied = self.budget.ask_copies(paths[1][unfinished].exp(), context, lengths)
-        nodes = 0 if copied else self.budget.ask(len(unfinished), context, self.run.replayed)
+            copied = self.budget.ask_copies(paths[1][unfinished].exp(), context, lengths, replayed)
+        nodes = 0 if copied else self.budget.ask(len(unfinished), context, replayed)
         self.drafted = 0 if self.run.must_settle else nodes
         levels = min(self.drafted, self.drafter.config.draft_depth)
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
         tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
-        if paths is not None and (size := copied or tree.size - 1):
-            tree = with_path(tree, *(each.to(tree.tokens.device) for each in paths), size)
+        if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
+            tree = with_path(tree, *(each.to(tree.tokens.device) for each in paths), copied or tree.size - 1)
         tree = self.budget.cut(tree, unfinished, lengths)
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)
@@ -123,7 +124,7 @@ class HeadsRun:
 
     def _copied_paths(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What is copied for the running rows, tokens [B, k] and joint log-probabilities [B, k]; None for nothing."""
-        if self.copies is None or self.drafter.is_broken:
+        if self.copies is None or self.drafter.is_broken or self.run.must_settle:
             return None
         self.copies.take_in(self.text.take_fresh())
         paths = self.copies.paths(self.text.running)

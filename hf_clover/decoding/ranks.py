@@ -67,8 +67,8 @@ class SharedBudget:
     def has_fixed_reach(self, value: bool) -> None:
         self.own.has_fixed_reach = value
 
-    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int]) -> int:
-        return self.own.ask_copies(chances, context, lengths) if self.decides else 0
+    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
+        return self.own.ask_copies(chances, context, lengths, replayed) if self.decides else 0
 
     def ask(self, rows: int, context: int, replayed: int = 0) -> int:
         return self.own.ask(rows, context, replayed) if self.decides else 0
