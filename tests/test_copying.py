@@ -13,7 +13,7 @@ from zoo import build, ragged_batch
 from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding import heads_run
 from hf_clover.decoding.budget import AutomaticBudget
-from hf_clover.decoding.copying import RUN, RUN_ELSEWHERE, Copies
+from hf_clover.decoding.copying import HOPE, RUN, RUN_ELSEWHERE, STEADY, Copies
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
@@ -45,9 +45,9 @@ def test_it_finds_what_followed_the_last_run(parts, most):
 
 def test_the_chance_is_that_of_what_was_right():
     copies = Copies([[1, 2, 3, 4, 5, 6, 1, 2, 3]], most=3)
-    assert (copies.guesses[0], copies.chance) == ([4, 5, 6], 0.5)
+    assert (copies.guesses[0], copies.chance) == ([4, 5, 6], HOPE)
     copies.take_in([[4, 5, 9]])  # two right, one wrong
-    assert copies.chance == pytest.approx(3 / 5)
+    assert copies.chance == pytest.approx((2 + HOPE * STEADY) / (3 + STEADY))
     copies.take_in([[]])
     assert copies.guesses[0] == []
 

@@ -18,7 +18,8 @@ import torch
 
 RUN = 2  # tokens that must stand in the same order in the row's own text
 RUN_ELSEWHERE = 3  # likewise in another text, where what followed two says less
-FORGET = 0.9  # of what was right, from step to step
+HOPE, STEADY = 0.6, 4.0  # chance of the first copied token, and how many tokens that counts for
+KEEP = 0.95  # of what was right, from step to step
 SURE = 0.98  # at most, of the next copied token
 
 
@@ -85,11 +86,11 @@ class Copies:
     @property
     def chance(self) -> float:
         """Of a copied token, where those before it were right."""
-        return min((self.right + 1) / (self.tried + 2), SURE)
+        return min((self.right + HOPE * STEADY) / (self.tried + STEADY), SURE)
 
     def take_in(self, new: Sequence[Sequence[int]]) -> None:
         """The tokens that each row was given since."""
-        self.right, self.tried = FORGET * self.right, FORGET * self.tried
+        self.right, self.tried = KEEP * self.right, KEEP * self.tried
         for row, tokens in enumerate(new):
             if tokens:
                 guess = self.guesses[row]
