@@ -2,8 +2,8 @@
 
 Contract: `HeadsRun` stands beside the `TargetRun` (or `ChainRun`) of the same call and knows it, the text and the
 budget. It gives the heads every position that the target has settled, asks the budget for a size and the heads for a
-tree, lets rows that have ended leave both sides, and hands the cache back when the text is over, with what the heads
-know of it.
+tree, to which it adds what is copied from the text, lets rows that have ended leave both sides, and hands the cache
+back when the text is over, with what the heads know of it.
 
 Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
@@ -37,8 +37,8 @@ class HeadsRun:
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
-        most = heads.config.draft_copies if heads.config.draft_tree != "chain" else 0
-        most = most if run.shape != "chain" or len(text.finished) == 1 else 0  # of rows that wait for each other
+        waits = run.shape == "chain" and len(text.finished) > 1  # rows wait for each other
+        most = 0 if waits or heads.config.draft_tree == "chain" else heads.config.draft_copies
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
         self.drafted = 0  # nodes by the heads, in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
