@@ -26,10 +26,13 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 4}
 
 
 def followed(text, most):
-    """The slow twin: what followed the last run where it stood last."""
+    """The slow twin: what followed the last run where it stood last, and then what follows that."""
     for end in range(len(text) - 1, RUN - 1, -1):
         if text[end - RUN : end] == text[-RUN:]:
-            return text[end : end + most]
+            longer = list(text)
+            for place in range(end, end + most):
+                longer.append(longer[place])
+            return longer[len(text) :]
     return []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny import make_target
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads
 
@@ -131,6 +131,25 @@ def test_tree_size(experiment, folder):
     found = [(row["tree"], row["nodes"]) for row in result["rows"][1:]]
     grown = [(tree, nodes) for tree in ("global", "levels") for nodes in (2, 4, 8)]
     assert found == [*grown, ("chain", 2), ("chain", 4), ("chain", 8)]
+
+
+def test_copies(experiment, folder, tmp_path):
+    """A text of one letter is all copies, and only the end comes as a surprise."""
+    data, template = tmp_path / "answers.jsonl", "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    messages = [{"role": role, "content": "a" * 40} for role in ("user", "assistant")]
+    data.write_text(json.dumps({"messages": messages}), encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    words = ["--tokenizer", str(tmp_path / "tokenizer"), "--data", str(data), "--runs", "2", "3", "--most", "4"]
+    experiment("copies").main([*words, "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "copies.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["run"] for row in rows] == [2, 3]
+    for row in rows:
+        assert (row["steps"], row["with_a_copy"]) == (9, 1.0), "eight times four copies and one token, and the end"
+        assert row["first_right"] == pytest.approx(8 / 9)
+        assert row["right_in_a_row"] == pytest.approx(32 / 9)
+        assert row["tokens_per_step"] == pytest.approx(41 / 9)
 
 
 def test_prompt_length(experiment, folder, tmp_path):

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import torch
 
@@ -108,7 +109,7 @@ class Copies:
             ends[tuple(text[end - RUN : end])] = end
         end = ends.get(tuple(text[-RUN:]))
         if end is not None:
-            self.guesses[row] = text[end : end + self.most]
+            self.guesses[row] = list(islice(cycle(text[end : end + self.most]), self.most))  # on into the copy itself
         elif self.memory is not None:
             self.guesses[row] = self.memory.after(tuple(text[-RUN_ELSEWHERE:]), self.most)
         else:
