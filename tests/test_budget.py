@@ -345,28 +345,28 @@ def test_a_new_call_soon_looks_again():
     assert costs.resting == 2, "what is left of a short one stays"
 
 
-def test_copies_are_verified_where_the_heads_rest_or_promise_less():
-    """Copied tokens cost no draft. They need to promise more than a plain step while the heads rest, and more than
-    drafting did lately where they do not; and a step that shall be plain has none."""
+def test_copies_are_verified_where_the_heads_rest():
+    """Copied tokens cost no draft. They need to promise more than a plain step; and a step that shall be plain has
+    none."""
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
     sure, unsure = torch.tensor([[0.9**i for i in range(1, 8)]]), torch.tensor([[0.05]])
     budget = machine.budget
     assert budget.ask_copies(sure, 100, [100]) == 0, "what a plain step costs is not known yet"
     machine.run(40)
     costs = budget.costs
-    costs.advantage, budget.since_plain = 3.0, 0
+    budget.since_plain = 0
+    assert budget.ask_copies(sure, 100, [100]) == 0, "the heads do not rest"
+    costs.resting = 5
     assert budget.ask_copies(sure, 100, [100]) == 7
-    assert budget.ask_copies(sure[:, :2], 100, [100]) == 0, "the heads promise more"
-    costs.resting, costs.advantage = 5, 0.9
     assert budget.ask_copies(sure[:, :2], 100, [100]) == 2
-    assert costs.resting == 4, "it is a step of the rest"
+    assert costs.resting == 3, "they are steps of the rest"
     for _ in range(9):  # what a forward over one node takes
         budget.copied = 1
         budget.learn(machine.tree(1), [[0]], 0.0, 11.5e-3)
     costs.resting, budget.since_plain = 4, 0
     assert budget.ask_copies(unsure, 100, [100]) == 0
     assert costs.resting == 4, "which `ask` will count"
-    budget.since_plain = PLAIN_EVERY
+    budget.since_plain, costs.advantage = PLAIN_EVERY, 0.9
     assert budget.ask_copies(sure, 100, [100]) == 0, "time to see what a plain step costs"
     assert FixedBudget(4).ask_copies(sure, 100, [100]) == 0
 
@@ -375,7 +375,8 @@ def test_what_was_copied_says_nothing_of_the_heads():
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
     machine.run(40)
     budget, acceptance = machine.budget, machine.budget.acceptance
-    budget.since_plain, before = 0, (acceptance.odds, acceptance.kept.clone(), len(budget.costs.drafts))
+    budget.since_plain, budget.costs.resting = 0, 8
+    before = (acceptance.odds, acceptance.kept.clone(), len(budget.costs.drafts))
     copied = budget.ask_copies(torch.tensor([[0.95**i for i in range(1, 8)]]), 100, [100])
     tree = budget.cut(machine.tree(copied), [0], [100])
     assert tree.size - 1 == copied == 7

@@ -1,13 +1,13 @@
 """How many nodes a tree gets.
 
-Contract: a budget is asked before each step how many copied tokens are worth a step without the heads (`ask_copies`)
-and, where none are, how many nodes they shall draft (`ask`). It cuts the tree that was drafted (`cut`), and is told
-what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says the same.
-The automatic one learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for
-each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities are worth
-(`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that are
-furthest behind count as much as all rows do. Where drafting promises less than plain steps give, the heads rest,
-longer each time; what is copied from the text is verified meanwhile. A new call cuts a long rest short.
+Contract: a budget is asked before each step how many copied tokens are worth a step while the heads rest
+(`ask_copies`) and, where none are, how many nodes the heads shall draft (`ask`). It cuts the tree that was drafted
+(`cut`), and is told what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget
+always says the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step
+costs (`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own
+probabilities are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second;
+the rows that are furthest behind count as much as all rows do. Where drafting promises less than plain steps give, the
+heads rest, longer each time. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.
 """
@@ -162,21 +162,17 @@ class AutomaticBudget:
         return self.sizes[-1]
 
     def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
-        """How many copied tokens are to be verified in a step without the heads, if any: it must promise more than a
-        step without any, and, where the heads do not rest, more than drafting did lately. `chances` [rows, k] that
-        each of them is accepted, in the rows that are unfinished; `lengths`: of their texts; `replayed`: as `ask` has
-        it."""
+        """How many copied tokens are to be verified while the heads rest: as many as promise more than a step without
+        any. `chances` [rows, k] that each of them is accepted, in the rows that are unfinished; `lengths`: of their
+        texts; `replayed`: as `ask` has it."""
         self.copied, self.replayed = 0, replayed
         costs = self._look_up(len(lengths), context)
-        if self._must_be_plain(costs):
-            return 0
-        sizes = [size for size in self.sizes if size <= chances.shape[1]]
-        gained = self._gained(chances, lengths)
-        rates = [gained[size] / step for size, step in zip(sizes, self._steps(sizes, by_heads=False), strict=True)]
-        place = _smallest_good(rates)
-        if place and (costs.resting or rates[place] > max(costs.advantage, 1.0)):
-            self.copied = sizes[place]
-            costs.resting = max(costs.resting - 1, 0)
+        if costs.resting and not self._must_be_plain(costs):
+            sizes = [size for size in self.sizes if size <= chances.shape[1]]
+            gained, steps = self._gained(chances, lengths), self._steps(sizes, by_heads=False)
+            self.copied = sizes[_smallest_good([gained[size] / step for size, step in zip(sizes, steps, strict=True)])]
+        if self.copied:
+            costs.resting -= 1
         return self.copied
 
     def ask(self, rows: int, context: int, replayed: int = 0) -> int:
