@@ -371,6 +371,26 @@ def test_copies_are_verified_where_the_heads_rest():
     assert FixedBudget(4).ask_copies(sure, 100, [100]) == 0
 
 
+def test_a_rest_with_copies_is_worth_more_than_plain_steps():
+    """Heads that are a little better than plain steps rest where copies are worth more than they are."""
+    drafts = {}
+    for copied_right in (False, True):
+        machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.4)
+        machine.budget.costs = machine.budget._look_up(1, 100)
+        costs = machine.budget.costs
+        for _ in range(60):  # every other step gives four tokens more, in a quarter more time
+            machine.budget.rested = 1.0
+            machine.budget.learn(root_only(torch.zeros(1, dtype=torch.long)), [[0]], 0.0, 10e-3)
+            if copied_right:
+                costs.learn_rest(5.0, 1.25)
+        assert costs.rest_is_worth == pytest.approx(3 / 1.125 if copied_right else 1.0, rel=0.2)
+        machine.looks = 0
+        machine.run(40)
+        drafts[copied_right] = machine.looks
+    assert drafts[True] < drafts[False] / 2
+    assert costs.rest_is_worth < 2.5, "and what it was worth is forgotten where nothing is copied"
+
+
 def test_what_was_copied_says_nothing_of_the_heads():
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
     machine.run(40)

@@ -155,6 +155,7 @@ class AutomaticBudget:
         self.copied = 0  # nodes, in this step, and no others
         self.drafted = 0  # nodes, likewise
         self.replayed = 0  # tokens, likewise
+        self.rested = 0.0  # plain steps that this step takes, if it is one of a rest
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
 
     @property
@@ -170,7 +171,8 @@ class AutomaticBudget:
         if costs.resting and not self._must_be_plain(costs):
             sizes = [size for size in self.sizes if size <= chances.shape[1]]
             gained, steps = self._gained(chances, lengths), self._steps(sizes, by_heads=False)
-            self.copied = sizes[_smallest_good([gained[size] / step for size, step in zip(sizes, steps, strict=True)])]
+            place = _smallest_good([gained[size] / step for size, step in zip(sizes, steps, strict=True)])
+            self.copied, self.rested = sizes[place], steps[place]
         if self.copied:
             costs.resting -= 1
         return self.copied
@@ -179,6 +181,7 @@ class AutomaticBudget:
         """`replayed`: settled tokens that this step's forward takes again, each as dear as a node."""
         self.copied, self.replayed = 0, replayed
         costs = self._look_up(rows, context)
+        self.rested = 1.0 if costs.resting else 0.0
         if costs.resting or self._must_be_plain(costs):
             costs.resting = max(costs.resting - 1, 0)
             return 0
@@ -205,7 +208,9 @@ class AutomaticBudget:
         nodes = tree.size - 1
         self.since_plain += 1
         with self.experience.lock:
-            if nodes and not self.copied:
+            if self.rested:
+                self.costs.learn_rest(sum(map(len, paths)) / len(paths), self.rested)
+            elif nodes:
                 self.acceptance.learn(self.log_probs, paths)
             beside_root = nodes + self.replayed
             if beside_root or self.drafted:
@@ -264,7 +269,8 @@ class AutomaticBudget:
         looks = len(costs.chosen) < LATELY or self.drafts % LOOK_EVERY == 0
         may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > max(rates[:within]))
         costs.reach = sizes[-1] if may_pay else max(1, *costs.chosen)
-        self._rest_or_go_on(costs, rates[place], steps[place] - tokens[place])
+        # A rest is worth more than plain steps where copies are verified meanwhile.
+        self._rest_or_go_on(costs, rates[place] / costs.rest_is_worth, steps[place] - tokens[place])
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
             place = min(place + 1, within - 1) if up else place - 1
@@ -293,7 +299,8 @@ class AutomaticBudget:
         return [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
 
     def _rest_or_go_on(self, costs: Costs, advantage: float, lost: float) -> None:
-        """`lost`: plain steps that this draft takes longer than as many tokens by plain steps."""
+        """`advantage` of this draft over a rest; `lost`: plain steps that it takes longer than as many tokens by plain
+        steps."""
         weight = 0.2 if costs.rest == SHORTEST_REST else 0.3  # one hard place is no reason to rest
         costs.advantage = (1 - weight) * costs.advantage + weight * advantage
         if costs.advantage >= 1:
