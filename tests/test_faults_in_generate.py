@@ -319,7 +319,9 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
         finally:
             del drafter.draft
         assert asked == [], "between the draft and the target's forward the host waits for nothing"
-        tree.valid, tree.tokens = (values.as_subclass(torch.Tensor) for values in (tree.valid, tree.tokens))
+        for name, values in vars(tree).items():  # also what was made of the two, where something was copied
+            if isinstance(values, torch.Tensor):
+                setattr(tree, name, values.as_subclass(torch.Tensor))
         return tree
 
     with pytest.MonkeyPatch.context() as patch:

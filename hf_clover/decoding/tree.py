@@ -81,21 +81,23 @@ def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
 def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
     """The best `nodes` of `tree` and of one path of `tokens` [B, k] below its root; `log_probs` [B, k] are joint ones,
     -inf from where a row has no path. What both have counts once, with the better of the two."""
+    tokens, log_probs = tokens[:, :nodes], log_probs[:, :nodes]  # more of a path cannot be among them
     size, count = tree.size, tokens.shape[1]
     at = torch.zeros_like(tree.tokens[:, 0])  # [B] the node that the path has reached
-    joint, parents, is_new = tree.log_probs.clone(), [], []
-    joint[:, 0] = torch.inf  # the root stays first
     below_root = tree.valid.clone()
     below_root[:, 0] = False
+    alike = (tree.tokens[:, None] == tokens[..., None]) & below_root[:, None]  # [B, k, n]
+    parents, same = [], []
     for place in range(count):
-        token, log_prob = tokens[:, place, None], log_probs[:, place, None]  # [B, 1]
-        same = below_root & (tree.parents == at[:, None]) & (tree.tokens == token)  # [B, n]
-        joint = torch.where(same, torch.maximum(joint, log_prob), joint)
-        known = same.any(1)
         parents.append(at)
-        is_new.append(~known & (log_prob[:, 0] > -torch.inf))
-        at = torch.where(known, same.byte().argmax(1), size + place)
-    new = torch.stack(is_new, dim=1)  # [B, k]
+        same.append(alike[:, place] & (tree.parents == at[:, None]))  # [B, n], one node at most
+        node = same[-1].byte().argmax(1)  # 0 for none
+        at = torch.where(node > 0, node, size + place)
+    same = torch.stack(same, dim=1)  # [B, k, n]
+    better = log_probs[..., None].masked_fill(~same, -torch.inf).amax(1)  # [B, n]
+    joint = torch.maximum(tree.log_probs, better)
+    joint[:, 0] = torch.inf  # the root stays first
+    new = ~same.any(2) & (log_probs > -torch.inf)  # [B, k]
     order = torch.arange(1, count + 1, device=tokens.device).expand_as(tokens)  # [B, k]
     joint = torch.cat((joint, log_probs.masked_fill(~new, -torch.inf)), dim=1)  # [B, n + k]
     joint, chosen = joint.sort(dim=1, descending=True, stable=True)  # a parent is no worse than its child, and earlier
