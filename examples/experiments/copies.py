@@ -48,8 +48,7 @@ def copied(texts: Sequence[Answered], run: int, most: int) -> dict[str, Any]:
             copies, place = copying.Copies([prompt], most), 0
             while place < len(answer):
                 guess, rest = copies.guesses[0], answer[place:]
-                same = next((i for i, pair in enumerate(zip(guess, rest)) if pair[0] != pair[1]), None)
-                same = min(len(guess), len(rest)) if same is None else same
+                same = copying.agreeing(guess, rest)
                 guesses, first_right, right = guesses + bool(guess), first_right + (same > 0), right + same
                 copies.take_in([rest[: same + 1]])
                 place += same + 1

@@ -6,7 +6,7 @@ Contract: a budget is asked before each step how many copied tokens are worth a 
 always says the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step
 costs (`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own
 probabilities are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second;
-the rows that are furthest behind count as much as all rows do. Where drafting promises less than plain steps give, the
+the rows that are furthest behind count as much as all rows do. Where drafting promises less than a rest gives, the
 heads rest, longer each time. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.

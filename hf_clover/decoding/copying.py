@@ -27,6 +27,12 @@ SURE = 0.98  # at most, of the next copied token
 Run = tuple[int, ...]
 
 
+def agreeing(guess: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens the two begin with alike."""
+    shorter = min(len(guess), len(tokens))
+    return next((place for place in range(shorter) if guess[place] != tokens[place]), shorter)
+
+
 class TextMemory:
     """The last texts that heads drafted for, prompts and all, to copy from in later calls.
 
@@ -95,9 +101,8 @@ class Copies:
         for row, tokens in enumerate(new):
             if tokens:
                 guess = self.guesses[row]
-                right = next((i for i, pair in enumerate(zip(guess, tokens)) if pair[0] != pair[1]), None)
-                was_wrong = right is not None
-                right = min(len(guess), len(tokens)) if right is None else right
+                right = agreeing(guess, tokens)
+                was_wrong = right < min(len(guess), len(tokens))
                 self.right, self.tried = self.right + right, self.tried + right + was_wrong
                 self._append(row, tokens)
 
