@@ -1,5 +1,7 @@
 """The ablation of clover-x at toy sizes: every row is other heads, and what was measured is not measured again."""
 
+import json
+
 import pytest
 from test_experiments import experiment, folder, run  # noqa: F401  (fixtures)
 
@@ -10,14 +12,10 @@ pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
 
 def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F811
     module = experiment("ablation")
-    kept = ("clover-2, paper", "+ embeddings of size 1", "+ recall = clover-x", "clover-x: two layers")
-    changed = {"clover-x: cell of width 2 d": module.ROWS["clover-x: cell of width 2 d"]}
-    rows = {label: module.ROWS[label] for label in kept if label in module.ROWS} | changed
-    monkeypatch.setattr(module, "ROWS", rows)
-    monkeypatch.setattr(module, "STEPS", {label: row for label, row in rows.items() if label in module.STEPS})
-    monkeypatch.setattr(module, "ALONE", {label: row for label, row in rows.items() if label in module.ALONE})
-    result = run(module, folder)
-    assert [row["heads"] for row in result["rows"]] == list(rows)
+    rows = ["clover-2, paper", "+ embeddings of size 1", "+ recall = clover-x", "clover-x: two layers"]
+    rows.append("clover-x: cell of width 2 d")
+    result = run(module, folder, "--rows", *rows)
+    assert [row["heads"] for row in result["rows"]] == rows
     for row in result["rows"]:
         assert len(row["chain"]) == (module.DEPTH if row["variant"] == "clover-x" else 5)  # as deep as each drafts
         assert (row["chain_of_8"] is None) == (row["variant"] != "clover-x")
@@ -35,8 +33,33 @@ def test_every_row_is_measured_once(experiment, folder, monkeypatch):  # noqa: F
         raise AssertionError("measured again")
 
     monkeypatch.setattr(module, "train_row", refuse)
-    again = run(module, folder)["rows"]
+    again = run(module, folder, "--rows", *rows)["rows"]
     assert [row["chain"] for row in again] == [row["chain"] for row in result["rows"]]
+
+
+def test_answers_and_questions_of_ones_own(experiment, folder, tmp_path, monkeypatch):  # noqa: F811
+    module = experiment("ablation")
+    answers = [{"text": f"answer {i} of many, some longer " * 3} for i in range(60)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    questions = [{"category": category, "turns": ["And then?"]} for category in ("math", "qa", "qa")]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    asked, ids = [], set()
+
+    def note(target, questions, *args, assistant_model, **options):
+        asked.append([category for category, _ in questions])
+        ids.add(len(assistant_model.draft_ids))
+        assert assistant_model.config.draft_copies == 0
+        return ask(target, questions, *args, assistant_model=assistant_model, **options)
+
+    ask = module.ask
+    monkeypatch.setattr(module, "ask", note)
+    given = [f"--data={tmp_path / 'answers.jsonl'}", f"--questions={tmp_path / 'questions.jsonl'}"]
+    labels = ["clover-2, paper", "+ recall = clover-x"]
+    result = run(module, folder, *given, "--draft-vocab-size", "40", "--work", str(tmp_path), "--rows", *labels)
+    assert asked == [["math", "qa"]] * len(labels)
+    assert ids == {40}
+    assert [row["heads"] for row in result["rows"]] == labels
+    assert all(row["tokens_per_forward"] >= 1 for row in result["rows"])
 
 
 def test_the_rows_go_from_the_paper_to_the_default(experiment):  # noqa: F811

@@ -4,11 +4,15 @@ The first row is clover-2 as in its paper, with the paper's loss and learning ra
 more, and the last is clover-x as `CloverHeads.from_target` makes it and `CloverTrainer` trains it. Then comes clover-x
 with one thing changed at a time. All learn from the same continuations of the target in the same order and are
 measured on the target's greedy continuations of text that neither has seen: at every position the heads draft a chain
-by their own best guesses, and the chain length is how many of them come true. A run that was stopped goes on with the
-first row that it has not measured.
+by their own best guesses, and the chain length is how many of them come true. Tokens per forward are without copies
+from the text, which any heads may be given. A run that was stopped goes on where it was.
 
     python examples/experiments/ablation.py
-    python examples/experiments/ablation.py --target org/target --data org/dataset --tokens 20000000 --batch-size 16
+
+A target that answers questions is measured on its held-out answers, and in `generate` on questions:
+
+    python examples/experiments/ablation.py --target org/target --data ANSWERS.jsonl --questions QUESTIONS.jsonl \\
+        --length 512 --batch-size 2 --draft-vocab-size 8192 --name ablation-target
 """
 
 import argparse
@@ -18,24 +22,24 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse
 from continuations import Data, load_data
-from drafters import chain_by_depth
+from drafters import ask, chain_by_depth, full_rows, read_questions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
-from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, speculations
+from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.making.last_layer import LastLayer
 from hf_clover.making.scales import embedding_scale
 
-DEFAULTS = {**TRAINING, "tokens": 100_000, "batch_size": 4, "nodes": (16,)}
-TOY = {**TOY_TRAINING, "tokens": 120, "nodes": (4,)}
 DEPTH = 8  # of a chain
 PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
 GENERATED = 4  # of them, with a tree at every step
+ROW, EVERY = 256, 4  # tokens of a held-out answer, and how many places of it are one that is looked at
 
 MEASURED, TWICE = "measured", "2 d"  # of the target: the scale of its embeddings, and twice its hidden size
 COPIED = {"layers": "the target's last"}  # as clover-2's start
@@ -79,8 +83,47 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-x: no decay": ("clover-x", {}, {"weight_decay": 0.0}),
 }
 ROWS = {**STEPS, **ALONE}
+DEFAULTS = {
+    **TRAINING, "tokens": 100_000, "batch_size": 4, "nodes": (16,), "draft_vocab_size": 0, "questions": None,
+    "per_category": 1, "rows": tuple(ROWS),
+}  # fmt: skip
+TOY = {**TOY_TRAINING, "tokens": 120, "nodes": (4,)}
 
 # ---------------------------------------------------------------------- what is measured on
+
+
+@dataclass
+class Exam:
+    """What all rows are measured on."""
+
+    target: PreTrainedModel
+    texts: torch.Tensor  # [N, T], for chains
+    start: int  # of each of them, a prompt
+    every: int  # how many places of them are one place that is looked at
+    questions: list[tuple[str, list[int]]]  # category and prompt, for tokens per forward
+    options: dict[str, Any]  # of `generate`
+
+    def chain(self, heads: CloverHeads) -> list[float]:
+        """How often the first, the first two, ... of a chain of the heads' best guesses all come true."""
+        depth = min(DEPTH, heads.config.draft_depth)
+        return chain_by_depth(heads, self.target, self.texts, self.start, depth, self.every)
+
+    def tokens_per_forward(self, heads: CloverHeads, nodes: int) -> float:
+        """With a tree of `nodes` at every step, and no copies from the text."""
+        heads.config.draft_copies = 0
+        options = dict(assistant_model=heads, num_assistant_tokens=nodes, **self.options)
+        return ask(self.target, self.questions, CONTINUED, **options).tokens_per_forward
+
+
+def prepare(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data) -> Exam:
+    if args.questions:
+        length = min(args.length, ROW)
+        questions = read_questions(args.questions, tokenizer, args.per_category)
+        return Exam(target, full_rows(data.test, length), length // 4, EVERY, questions, {})
+    texts = greedy_texts(target, data, PROMPTS if not args.toy else 2)
+    start = texts.shape[1] - CONTINUED
+    prompts = [("", ids[:start]) for ids in texts[:GENERATED].tolist()]
+    return Exam(target, texts, start, 1, prompts, {"eos_token_id": None})
 
 
 @torch.no_grad()
@@ -95,39 +138,23 @@ def greedy_texts(target: PreTrainedModel, data: Data, count: int) -> torch.Tenso
     )  # fmt: skip
 
 
-def chains(heads: CloverHeads, target: PreTrainedModel, texts: torch.Tensor) -> list[float]:
-    """How often the first, the first two, ... of a chain of the heads' best guesses all come true."""
-    return chain_by_depth(heads, target, texts, texts.shape[1] - CONTINUED, min(DEPTH, heads.config.draft_depth))
-
-
-def tokens_per_forward(target: PreTrainedModel, heads: CloverHeads, texts: torch.Tensor, nodes: int) -> float:
-    """With a tree of `nodes` at every step."""
-    tokens = forwards = 0
-    for prompt in texts[:GENERATED, None, : texts.shape[1] - CONTINUED]:  # [1, prompt]
-        with speculations() as records:
-            target.generate(
-                input_ids=prompt, attention_mask=torch.ones_like(prompt), assistant_model=heads, do_sample=False,
-                max_new_tokens=CONTINUED, eos_token_id=None, pad_token_id=0, num_assistant_tokens=nodes,
-                num_assistant_tokens_schedule="constant",
-            )  # fmt: skip
-        tokens, forwards = tokens + records[0].new_tokens, forwards + records[0].target_forwards
-    return tokens / forwards
-
-
 @torch.no_grad()
-def draft_milliseconds(target: PreTrainedModel, nodes: int, repeats: int) -> dict[str, float]:
-    """Of a step that takes in three tokens and drafts a tree, for heads of every row, all rows in turn: how long it
-    takes depends on what the heads are, not on what they have learned."""
+def draft_milliseconds(
+    target: PreTrainedModel, labels: Sequence[str], ids: int | None, nodes: int, repeats: int
+) -> dict[str, float]:
+    """Of a step that takes in three tokens and drafts a tree among so many `ids`, for heads of every row, all rows in
+    turn: how long it takes depends on what the heads are, not on what they have learned."""
     size = target.config.get_text_config(decoder=True).hidden_size
-    drafters, seconds = {}, {label: [] for label in ROWS}
+    drafters, seconds = {}, {label: [] for label in labels}
 
     def take_in(drafter: CloverCandidateGenerator, start: int, count: int) -> None:
         hidden = torch.randn(1, count, size, dtype=target.dtype, device=target.device)
         tokens = torch.ones(1, count, dtype=torch.long, device=target.device)
         drafter.extend(hidden, tokens, start + torch.arange(count, device=target.device)[None], [count])
 
-    for label, (variant, fields, _) in ROWS.items():
-        heads = make_heads(target, variant, fields)
+    for label in labels:
+        variant, fields, _ = ROWS[label]
+        heads = make_heads(target, variant, fields | {"draft_vocab_size": ids})
         drafters[label] = CloverCandidateGenerator(heads.eval())
         take_in(drafters[label], 0, PROMPT)
         drafters[label].draft(nodes)
@@ -157,8 +184,9 @@ def make_heads(target: PreTrainedModel, variant: str, fields: dict[str, Any]) ->
 
 
 def train_row(
-    args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, data: Data, label: str
+    args: argparse.Namespace, exam: Exam, tokenizer: PreTrainedTokenizerBase, data: Data, label: str
 ) -> dict[str, Any]:
+    target = exam.target
     variant, fields, recipe = ROWS[label]
     steps = math.ceil(args.tokens / (args.batch_size * data.mean_length))
     needed = data.train.select(range(min(len(data.train), steps * args.batch_size)))
@@ -172,6 +200,7 @@ def train_row(
             max_steps=steps,
             per_device_train_batch_size=args.batch_size,
             max_length=args.length,
+            draft_vocab_size=args.draft_vocab_size or None,
             use_cpu=not on_cuda,
             dataloader_pin_memory=on_cuda,
             precompute_targets=True,
@@ -190,8 +219,7 @@ def train_row(
     trainer.train()
     seconds = time.process_time() - started
     heads = copy.deepcopy(trainer.heads).to(target.dtype).bind(target).eval()
-    texts = greedy_texts(target, data, PROMPTS if not args.toy else 2)
-    shares = chains(heads, target, texts)
+    shares = exam.chain(heads)
     return {
         "heads": label,
         "variant": variant,
@@ -203,7 +231,7 @@ def train_row(
         "chain": shares,
         "chain_of_5": sum(shares[:5]),
         "chain_of_8": sum(shares) if len(shares) == DEPTH else None,
-        "tokens_per_forward": tokens_per_forward(target, heads, texts, args.nodes[0]),
+        "tokens_per_forward": exam.tokens_per_forward(heads, args.nodes[0]),
     }
 
 
@@ -222,24 +250,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(__doc__, argv, DEFAULTS, TOY)
     target, tokenizer = load_target(args)
     data = load_data(args, target, tokenizer)
+    exam = prepare(args, target, tokenizer, data)
     key = f"{data.folder.name}-{args.tokens}-{args.batch_size}-{args.seed}-{args.nodes[0]}"
     rows = []
-    for number, label in enumerate(ROWS, 1):
-        print(f"{number}/{len(ROWS)} {label}", flush=True)
-        rows.append(measured_row(args, label, key, target, tokenizer, data))
-    times = draft_milliseconds(target, args.nodes[0], repeats=3 if args.toy else 100)
+    for number, label in enumerate(args.rows, 1):
+        print(f"{number}/{len(args.rows)} {label}", flush=True)
+        rows.append(measured_row(args, label, key, exam, tokenizer, data))
+    ids = args.draft_vocab_size or None
+    times = draft_milliseconds(target, args.rows, ids, args.nodes[0], repeats=3 if args.toy else 100)
     rows = [{**row, "draft_ms": times[row["heads"]]} for row in rows]
-    by_label = {row["heads"]: row for row in rows}
     panels = [
         panel(
             "bars",
             title,
             "",
             "right tokens in a chain of five",
-            [line("chain length", [(label, by_label[label]["chain_of_5"]) for label in labels])],
+            [line("chain length", [(row["heads"], row["chain_of_5"]) for row in rows if row["heads"] in labels])],
         )
         for title, labels in (
-            ("From clover-2 to clover-x, one thing after another", list(STEPS)),
+            ("From clover-2 to clover-x, one thing after another", STEPS),
             ("clover-x with one thing changed", [list(STEPS)[-1], *ALONE]),
         )
     ]

@@ -61,6 +61,9 @@ HELP = {
     "questions": "to be measured on: a .jsonl file of `turns` with a `category`",
     "fit_tokens": "that the target is trained further on",
     "contexts": "tokens of text before the steps that are timed",
+    "per_category": "questions of each category",
+    "rows": "of the table",
+    "draft_vocab_size": "ids that all heads score, the data's most frequent; 0 is all of them",
 }
 GENERATION = dict(heads=str(STAND_IN / "heads"), prompts="stand-in", num_prompts=8, max_new_tokens=64, repeats=3)
 TRAINING = dict(data=None, samples=1500, test_samples=96, length=256, batch_size=2)

@@ -29,6 +29,7 @@ from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.measure.benchmark import batch_of
+from hf_clover.measure.prompts import load_questions
 from hf_clover.training.optimizers import MUON_RATE, muon_rate
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
 from hf_clover.training.teacher import Teacher
@@ -288,6 +289,14 @@ def greedy(
     with speculations() as records:
         texts = target.generate(**batch_of(prompts, 0, target.device), **settings, **options)
     return texts.tolist(), records[0].tokens_per_forward if records else 1.0
+
+
+def read_questions(
+    path: str | None, tokenizer: PreTrainedTokenizerBase, per_category: int
+) -> list[tuple[str, list[int]]]:
+    """The first turn of the first `per_category` questions of each category; none without a file."""
+    questions = load_questions(path, tokenizer, per_category=per_category) if path else []
+    return [(question.category, question.encode(tokenizer)) for question in questions]
 
 
 @dataclass

@@ -29,10 +29,21 @@ from unittest import mock
 import torch
 from common import HERE, STAND_IN, load_target
 from continuations import Data, load_data
-from drafters import DRAFTERS, OURS, Classroom, Drafter, ask, chain_by_depth, describe, full_rows, greedy, places
+from drafters import (
+    DRAFTERS,
+    OURS,
+    Classroom,
+    Drafter,
+    ask,
+    chain_by_depth,
+    describe,
+    full_rows,
+    greedy,
+    places,
+    read_questions,
+)
 from ledger import Ledger, show
 from rivals import admitted
-from transformers import PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads
 from hf_clover.measure.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
@@ -93,7 +104,7 @@ class Course:
         self.target, self.tokenizer = load_target(argparse.Namespace(target=folder))
         self.name = Path(folder).parent.name if Path(folder).name == "target" else Path(folder).name
         self.work = args.work / "learning" / fingerprint(self.target.get_output_embeddings().weight)[:8]
-        self.questions = [] if args.questions is None else read_questions(args, self.tokenizer)
+        self.questions = read_questions(args.questions, self.tokenizer, args.per_category)
         self.prompts = [prompt for _, prompt in self.questions[: args.num_prompts]]
         self.prompts = self.prompts or load_prompts("stand-in", self.tokenizer, args.num_prompts)
         self.length = min(args.length, ROW)  # of held-out rows
@@ -290,12 +301,6 @@ class Course:
             **{name: row[name] for name in kept},
             "draft_ms": 1000 * row["seconds"]["draft"] / forwards if method.heads else None,
         }
-
-
-def read_questions(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
-    """The first turn of the first `per_category` questions of each category."""
-    questions = load_questions(args.questions, tokenizer, per_category=args.per_category)
-    return [(question.category, question.encode(tokenizer)) for question in questions]
 
 
 # ---------------------------------------------------------------------- the order
