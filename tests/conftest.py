@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -77,8 +78,8 @@ def _deterministic():
 class PinnedBudget(FixedBudget):
     """In the automatic budget's place: what that chooses depends on the time that steps take."""
 
-    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
-        return min(max(4, 24 // rows), self.nodes)
+    def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
+        return min(max(4, 24 // len(lengths)), self.nodes), 0
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -95,7 +95,7 @@ def heads(target):
 def test_which_budget(target, heads):
     fixed = make_budget(7, False, target, heads)
     assert isinstance(fixed, FixedBudget)
-    assert [fixed.ask(rows, 9) for rows in (1, 4)] == [7, 7]
+    assert [fixed.ask([9] * rows) for rows in (1, 4)] == [(7, 0)] * 2
     assert make_budget(None, False, target, heads).sizes == list(SIZES)
     assert make_budget(12, True, target, heads).sizes == [size for size in SIZES if size <= 12]
     assert make_budget(None, False, target, heads, room=5).sizes == [0, 1, 2, 3, 5]
@@ -173,7 +173,7 @@ class Machine:
 
     def step(self):
         rows = list(range(self.rows))
-        drafted = self.tree(self.budget.ask(self.rows, 100))
+        drafted = self.tree(self.budget.ask([100] * self.rows)[0])
         tree = self.budget.cut(drafted, rows, [100] * self.rows)
         nodes = tree.size - 1
         paths = [self.path(nodes, self.top * self.worth) for _ in rows]
@@ -241,7 +241,7 @@ def until_all_have(tokens, tops, seed=0, **machine):
     budget, going, lengths, seconds = machine.budget, list(range(len(tops))), [0] * len(tops), 0.0
     while going:
         machine.rows, place = len(going), torch.tensor(going)
-        drafted = machine.tree(budget.ask(len(going), 100))
+        drafted = machine.tree(budget.ask([100] * len(going))[0])
         likely = drafted.depths * torch.tensor(tops)[place, None].log()  # [rows, n]
         tree = budget.cut(replace(drafted, log_probs=likely), list(range(len(going))), [lengths[i] for i in going])
         paths = [machine.path(tree.size - 1, tops[row]) for row in going]
@@ -336,12 +336,12 @@ def test_a_new_call_soon_looks_again():
     costs = machine.budget.costs
     costs.resting = LONGEST_REST
     again = AutomaticBudget(machine.budget.experience, 63, None, None)
-    asked = [again.ask(1, 100) for _ in range(SHORTEST_REST + 1)]
+    asked = [again.ask([100])[0] for _ in range(SHORTEST_REST + 1)]
     assert asked[:-1] == [0] * SHORTEST_REST
     assert asked[-1] > 0
     costs.resting = 3
     again = AutomaticBudget(machine.budget.experience, 63, None, None)
-    assert again.ask(1, 100) == 0
+    assert again.ask([100]) == (0, 0)
     assert costs.resting == 2, "what is left of a short one stays"
 
 
@@ -349,26 +349,28 @@ def test_copies_are_verified_where_the_heads_rest():
     """Copied tokens cost no draft. They need to promise more than a plain step; and a step that shall be plain has
     none."""
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
-    sure, unsure = torch.tensor([[0.9**i for i in range(1, 8)]]), torch.tensor([[0.05]])
+    sure, unsure = torch.tensor([[0.9**i for i in range(1, 8)]]).log(), torch.tensor([[0.05]]).log()
     budget = machine.budget
-    assert budget.ask_copies(sure, 100, [100]) == 0, "what a plain step costs is not known yet"
+    assert budget.ask([100], copies=sure) == (0, 0), "what a plain step costs is not known yet"
     machine.run(40)
     costs = budget.costs
     budget.since_plain = 0
-    assert budget.ask_copies(sure, 100, [100]) == 0, "the heads do not rest"
+    nodes, copied = budget.ask([100], copies=sure)
+    assert nodes > 0, "the heads do not rest"
+    assert copied == 0
     costs.resting = 5
-    assert budget.ask_copies(sure, 100, [100]) == 7
-    assert budget.ask_copies(sure[:, :2], 100, [100]) == 2
+    assert budget.ask([100], copies=sure) == (0, 7)
+    assert budget.ask([100], copies=sure[:, :2]) == (0, 2)
     assert costs.resting == 3, "they are steps of the rest"
     for _ in range(9):  # what a forward over one node takes
         budget.copied = 1
         budget.learn(machine.tree(1), [[0]], 0.0, 11.5e-3)
     costs.resting, budget.since_plain = 4, 0
-    assert budget.ask_copies(unsure, 100, [100]) == 0
-    assert costs.resting == 4, "which `ask` will count"
+    assert budget.ask([100], copies=unsure) == (0, 0)
+    assert costs.resting == 3
     budget.since_plain, costs.advantage = PLAIN_EVERY, 0.9
-    assert budget.ask_copies(sure, 100, [100]) == 0, "time to see what a plain step costs"
-    assert FixedBudget(4).ask_copies(sure, 100, [100]) == 0
+    assert budget.ask([100], copies=sure) == (0, 0), "time to see what a plain step costs"
+    assert FixedBudget(4).ask([100], copies=sure) == (4, 0)
 
 
 def test_a_rest_with_copies_is_worth_more_than_plain_steps():
@@ -397,7 +399,7 @@ def test_what_was_copied_says_nothing_of_the_heads():
     budget, acceptance = machine.budget, machine.budget.acceptance
     budget.since_plain, budget.costs.resting = 0, 8
     before = (acceptance.odds, acceptance.kept.clone(), len(budget.costs.drafts))
-    copied = budget.ask_copies(torch.tensor([[0.95**i for i in range(1, 8)]]), 100, [100])
+    _, copied = budget.ask([100], copies=torch.tensor([[0.95**i for i in range(1, 8)]]).log())
     tree = budget.cut(machine.tree(copied), [0], [100])
     assert tree.size - 1 == copied == 7
     forwards = len(budget.costs.forwards)
@@ -423,13 +425,13 @@ def test_the_next_call_drafts_as_many_as_the_last():
     machine = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.3e-3, top=0.7)
     first = AutomaticBudget(machine.budget.experience, 63, None, None)
     first._look_up(1, 100).plain.add(10e-3)
-    assert first.ask(1, 100) == max(size for size in SIZES if size <= START)
+    assert first.ask([100])[0] == max(size for size in SIZES if size <= START)
     machine.run(100)
-    reach = machine.budget.ask(1, 100)
+    reach, _ = machine.budget.ask([100])
     assert 3 <= reach <= 11
     again = AutomaticBudget(machine.budget.experience, 63, None, None)
-    assert again.ask(1, 100) == reach
-    assert AutomaticBudget(machine.budget.experience, 2, None, None).ask(1, 100) == 2, "as many as it may"
+    assert again.ask([100])[0] == reach
+    assert AutomaticBudget(machine.budget.experience, 2, None, None).ask([100]) == (2, 0), "as many as it may"
 
 
 def test_a_ceiling_holds():
@@ -603,7 +605,7 @@ def test_text_that_is_hard_and_easy_by_turns(shape):
             if left == 0:
                 now, left = (easy if now is hard else hard), rng.choice([6, 12, 20])
             left -= 1
-            drafted = budget.ask(1, 100)
+            drafted, _ = budget.ask([100])
             tree = budget.cut(now.tree(drafted), [0], [100])
             nodes = tree.size - 1
             first = 1.0 if (nodes in [n for n, _ in sizes]) else 2.5
@@ -682,8 +684,8 @@ def test_the_heads_see_later_what_they_did_not_draft(target):
         seen = trees.setdefault(rests, [])
 
         class Alternating(FixedBudget):
-            def ask(self, rows, context, replayed=0):
-                return 0 if rests and context % 3 else self.nodes  # noqa: B023
+            def ask(self, lengths, replayed=0, copies=None):
+                return 0 if rests and max(lengths) % 3 else self.nodes, 0  # noqa: B023
 
             def cut(self, tree, rows, lengths):
                 seen.append((tree.tokens[0, 0].item(), tree.log_probs[0, 1:]))  # noqa: B023

@@ -190,9 +190,9 @@ class Resting(AutomaticBudget):
     def learn(self, tree, paths, draft_seconds, forward_seconds):
         super().learn(tree, paths, 0.0, 1.0)
 
-    def ask(self, rows, context, replayed=0):
-        self._look_up(rows, context).resting = 9
-        return super().ask(rows, context, replayed)
+    def ask(self, lengths, replayed=0, copies=None):
+        self._look_up(len(lengths), max(lengths)).resting = 9
+        return super().ask(lengths, replayed, copies)
 
 
 @pytest.mark.automatic

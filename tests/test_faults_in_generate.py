@@ -115,11 +115,11 @@ def test_threads_may_learn_from_each_other(model, heads):
         for context in itertools.cycle(range(1, 2000)):
             if stop.is_set():
                 return
-            budgets[1].ask(1, context)
+            budgets[1].ask([context])
             budgets[1].costs.learn_tree(0, 0.0, 1 + context % 9, 0.1)
             budgets[1].learn(tree, [[0]], 0.0, 0.1)
 
-    budgets[1].ask(1, 1)
+    budgets[1].ask([1])
     budgets[1].costs.learn_plain(0.1)
     budgets[1].costs.learn_tree(0, 0.0, 1, 0.1)
     sys.setswitchinterval(1e-6)
@@ -127,7 +127,7 @@ def test_threads_may_learn_from_each_other(model, heads):
     thread.start()
     try:
         for step in range(300):
-            budgets[0].ask(1 + step % 5, 3 << step % 7)
+            budgets[0].ask([3 << step % 7] * (1 + step % 5))
             costs = budgets[1].costs
             cost_by_size(costs.in_plain_steps(costs.forwards), [1], *ON_CPU)
     finally:

@@ -1,8 +1,8 @@
 """How many nodes a tree gets.
 
-Contract: a budget is asked before each step how many copied tokens are worth a step while the heads rest
-(`ask_copies`) and, where none are, how many nodes the heads shall draft (`ask`). It cuts the tree that was drafted
-(`cut`), and is told what the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget
+Contract: a budget is asked before each step how many nodes the heads shall draft and, where they rest, how many copied
+tokens are worth a step without them (`ask`). It cuts the tree that was drafted (`cut`), and is told what the step took
+and gave (`learn`). What it says changes time, never tokens. A fixed budget
 always says the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step
 costs (`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own
 probabilities are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second;
@@ -70,11 +70,8 @@ class FixedBudget:
     def most_nodes(self) -> int:
         return self.nodes
 
-    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
-        return 0
-
-    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
-        return self.nodes
+    def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
+        return self.nodes, 0
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         return tree
@@ -162,33 +159,26 @@ class AutomaticBudget:
     def most_nodes(self) -> int:
         return self.sizes[-1]
 
-    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
-        """How many copied tokens are to be verified while the heads rest: as many as promise more than a step without
-        any. `chances` [rows, k] that each of them is accepted, in the rows that are unfinished; `lengths`: of their
-        texts; `replayed`: as `ask` has it."""
-        self.copied, self.replayed = 0, replayed
-        costs = self._look_up(len(lengths), context)
-        if costs.resting and not self._must_be_plain(costs):
-            sizes = [size for size in self.sizes if size <= chances.shape[1]]
-            gained, steps = self._gained(chances, lengths), self._steps(sizes, by_heads=False)
-            place = _smallest_good([gained[size] / step for size, step in zip(sizes, steps, strict=True)])
-            self.copied, self.rested = sizes[place], steps[place]
-        if self.copied:
-            costs.resting -= 1
-        return self.copied
+    def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
+        """How many nodes the heads shall draft, and how many copied tokens are to be verified where the heads rest.
 
-    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
-        """`replayed`: settled tokens that this step's forward takes again, each as dear as a node."""
-        self.copied, self.replayed = 0, replayed
-        costs = self._look_up(rows, context)
-        self.rested = 1.0 if costs.resting else 0.0
-        if costs.resting or self._must_be_plain(costs):
-            costs.resting = max(costs.resting - 1, 0)
-            return 0
+        `lengths`: of the texts of the rows that are unfinished; `replayed`: settled tokens that this step's forward
+        takes again, each as dear as a node; `copies` [rows, k]: joint log-probabilities of what is copied."""
+        self.copied, self.replayed, self.rested = 0, replayed, 0.0
+        costs = self._look_up(len(lengths), max(lengths))
+        shows_costs = self._must_be_plain(costs)
+        if costs.resting:
+            costs.resting -= 1
+            self.rested = 1.0
+            if copies is not None and not shows_costs:
+                self.copied, self.rested = self._worth_copying(copies, lengths)
+            return 0, self.copied
+        if shows_costs:
+            return 0, 0
         if self.has_fixed_reach:
-            return self.sizes[-1]
-        reach = costs.reach if costs.chosen else max(START // rows, 1)
-        return max(size for size in self.sizes if size <= reach)
+            return self.sizes[-1], 0
+        reach = costs.reach if costs.chosen else max(START // len(lengths), 1)
+        return max(size for size in self.sizes if size <= reach), 0
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         """`rows`: those that are unfinished; `lengths`: of their texts."""
@@ -275,6 +265,14 @@ class AutomaticBudget:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
             place = min(place + 1, within - 1) if up else place - 1
         return sizes[place]
+
+    def _worth_copying(self, copies: torch.Tensor, lengths: Sequence[int]) -> tuple[int, float]:
+        """How many copied tokens promise more than a step without any, and the plain steps that a step over them
+        takes."""
+        sizes = [size for size in self.sizes if size <= copies.shape[1]]
+        gained, steps = self._gained(copies.exp(), lengths), self._steps(sizes, by_heads=False)
+        place = _smallest_good([gained[size] / step for size, step in zip(sizes, steps, strict=True)])
+        return sizes[place], steps[place]
 
     def _gained(self, chances: torch.Tensor, lengths: Sequence[int], most: int = 0) -> list[float]:
         """Tokens of a step over the first 0, 1, ... nodes, which are accepted with these `chances` [rows, N]; up to

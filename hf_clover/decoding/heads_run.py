@@ -104,12 +104,10 @@ class HeadsRun:
 
     def draft(self, vocab_size: int) -> Tree:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
-        text, unfinished, columns = self.text, self.text.unfinished, self.run.cache.lengths
-        lengths, context = [columns[place] for place in unfinished], max(columns)
-        replayed, paths, copied = self.run.replayed, self._copied_paths(), 0
-        if paths is not None:
-            copied = self.budget.ask_copies(paths[1][unfinished].exp(), context, lengths, replayed)
-        nodes = 0 if copied else self.budget.ask(len(unfinished), context, replayed)
+        text, unfinished, paths = self.text, self.text.unfinished, self._copied_paths()
+        lengths = [self.run.cache.lengths[place] for place in unfinished]
+        copies = None if paths is None else paths[1][unfinished]  # [rows, k]
+        nodes, copied = self.budget.ask(lengths, self.run.replayed, copies)
         self.drafted = 0 if self.run.must_settle else nodes
         levels = min(self.drafted, self.drafter.config.draft_depth)
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None

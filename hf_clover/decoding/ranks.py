@@ -67,11 +67,8 @@ class SharedBudget:
     def has_fixed_reach(self, value: bool) -> None:
         self.own.has_fixed_reach = value
 
-    def ask_copies(self, chances: torch.Tensor, context: int, lengths: Sequence[int], replayed: int = 0) -> int:
-        return self.own.ask_copies(chances, context, lengths, replayed) if self.decides else 0
-
-    def ask(self, rows: int, context: int, replayed: int = 0) -> int:
-        return self.own.ask(rows, context, replayed) if self.decides else 0
+    def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
+        return self.own.ask(lengths, replayed, copies) if self.decides else (0, 0)
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         if self.decides:
