@@ -15,6 +15,16 @@ from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.static_drafting import compiled_drafter
 
 VOCABULARY = 16
+DRAFTING = pytest.mark.long(  # one kind of heads is in the short set
+    "hf_clover/decoding/cache.py",
+    "hf_clover/decoding/draft_graph.py",
+    "hf_clover/decoding/drafting.py",
+    "hf_clover/decoding/heads_run.py",
+    "hf_clover/decoding/masks.py",
+    "hf_clover/decoding/static_drafting.py",
+    "hf_clover/decoding/tree.py",
+    "hf_clover/network",
+)
 KINDS = {
     "clover-x": ("clover-x", {}),
     "clover-x, deeper than its heads": ("clover-x", {"num_heads": 2, "draft_depth": 6}),
@@ -56,7 +66,7 @@ def assert_same_tree(mine, its):
             assert log_prob == pytest.approx(paths[1][path], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["clover-x", *(pytest.param(k, marks=DRAFTING) for k in KINDS if k != "clover-x")])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_trees_of_the_slow_twin(target, kind, padded, graphs):  # noqa: F811
     """After a prompt, after walks, after one row stood still, and after a rest that left more than a step takes."""
@@ -92,7 +102,7 @@ def test_the_trees_of_the_slow_twin(target, kind, padded, graphs):  # noqa: F811
 @pytest.mark.parametrize("shape", [(7,), (5, 9, 3)])
 def test_in_generate(target, shape, graphs):  # noqa: F811
     """As many drafts are accepted as without compiling, call after call, and only the first call compiles."""
-    heads = fit(CloverHeads.from_target(target), target)
+    heads = fit(CloverHeads.from_target(target, draft_depth=3), target)
     inputs = ragged_batch(VOCABULARY, shape)
     common = {**inputs, "max_new_tokens": 30, "do_sample": False, "assistant_model": heads}
     eager = target.generate(**common, return_dict_in_generate=True)
@@ -109,7 +119,7 @@ def test_in_generate(target, shape, graphs):  # noqa: F811
 
 def test_a_second_turn(target, graphs):  # noqa: F811
     """On a static cache of the user's, and after another call has borrowed the heads' own."""
-    heads = fit(CloverHeads.from_target(target), target)
+    heads = fit(CloverHeads.from_target(target, draft_depth=3), target)
     ids = torch.tensor([[1, 4, 2, 5, 3]])
     common = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20}
     drafting = {"assistant_model": heads, "return_dict_in_generate": True, "compile_config": graphs.config}
@@ -125,7 +135,7 @@ def test_a_second_turn(target, graphs):  # noqa: F811
 
 @pytest.mark.automatic
 def test_the_automatic_budget_compiles_one_draft(target, graphs):  # noqa: F811
-    heads = fit(CloverHeads.from_target(target), target)
+    heads = fit(CloverHeads.from_target(target, draft_depth=3), target)
     ids = torch.tensor([[1, 4, 2, 5, 3]])
     common = {"input_ids": ids, "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(**common)

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from fitting import fit
-from test_compiled_drafting import KINDS, VOCABULARY, assert_same_tree, settled
+from test_compiled_drafting import DRAFTING, KINDS, VOCABULARY, assert_same_tree, settled
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
@@ -20,7 +20,6 @@ from hf_clover.decoding import draft_graph, drafting, static_drafting, tree
 from hf_clover.decoding.draft_graph import graphed_drafter
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 
-LONG = pytest.mark.long("hf_clover/decoding", "hf_clover/network")  # one kind of heads is in the short set
 REFUSED = {"_local_scalar_dense", "nonzero", "equal"}
 # The first two make a tensor of the host's numbers, which is a copy that waits.
 REFUSED_CALLS = {torch.tensor, torch.as_tensor, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy}
@@ -91,7 +90,7 @@ def target():
     return build("llama", vocab_size=VOCABULARY)
 
 
-@pytest.mark.parametrize("kind", ["clover-x", *(pytest.param(k, marks=LONG) for k in KINDS if k != "clover-x")])
+@pytest.mark.parametrize("kind", ["clover-x", *(pytest.param(k, marks=DRAFTING) for k in KINDS if k != "clover-x")])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):
     """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""

@@ -95,6 +95,7 @@ def test_the_command_prints_it(report):
     assert json.loads(as_json.stdout) == report
 
 
+@pytest.mark.long("hf_clover/cli", "hf_clover/measure")
 def test_nothing_tells_who_or_where(tmp_path):
     """In a process with a name, a home and tokens that would be noticed."""
     home = tmp_path / "home-of-somebody"

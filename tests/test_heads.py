@@ -522,6 +522,7 @@ print("all of it")
 """
 
 
+@pytest.mark.long("hf_clover/network", "hf_clover/hub", "hf_clover/__init__.py")
 def test_remote_code_in_a_process_without_the_package(tmp_path):
     target = make_target()
     heads = make_heads(target)
