@@ -382,6 +382,29 @@ def test_heads_of_the_library_pass_unchanged():
     assert inside.sequences.tolist() == outside.sequences.tolist()
 
 
+@pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS)
+def test_in_bfloat16_for_a_target_in_float32(kind):
+    """As the packed copy that drafts on a CPU: every layer is given its own dtype."""
+    target = zoo.build("llama")
+    torch.manual_seed(0)
+    heads = kind.from_target(target).eval()
+    ids = torch.tensor([[1, 4, 2, 5, 3, 1, 4]])
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, **options)
+    heads.to(torch.bfloat16)
+    given = set()
+    for layer in heads.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.register_forward_pre_hook(lambda _, inputs: given.add(inputs[0].dtype))
+    with admitted():
+        out = target.generate(
+            ids, assistant_model=heads, num_assistant_tokens=6, return_dict_in_generate=True, **options
+        )
+    assert torch.equal(out.sequences, plain)
+    assert sum(out.speculation.tree_sizes) > 0
+    assert given == {torch.bfloat16}
+
+
 def test_a_rival_outside_is_told_the_door():
     target, heads = zoo.build("llama"), fresh(Eagle1)
     with pytest.raises(NotImplementedError, match=r"rivals\.admitted"):

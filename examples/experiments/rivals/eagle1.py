@@ -38,7 +38,7 @@ class Eagle1(EagleHeads):
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            features = self.borrowed.norm(hidden_states)  # [B, T, d]
+            features = self.borrowed.norm(hidden_states).to(self.dtype)  # [B, T, d]; the norm is the target's own
         if self.training:
             features = features + torch.empty_like(features).uniform_(-NOISE, NOISE)
         return features
