@@ -271,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             ("From clover-2 to clover-x, one thing after another", STEPS),
             ("clover-x with one thing changed", [list(STEPS)[-1], *ALONE]),
         )
+        if sum(row["heads"] in labels for row in rows) > 1  # one bar says nothing
     ]
     table = [
         {
