@@ -385,13 +385,10 @@ def test_heads_of_the_library_pass_unchanged():
 @pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS)
 def test_in_bfloat16_for_a_target_in_float32(kind):
     """As the packed copy that drafts on a CPU: every layer is given its own dtype."""
-    target = zoo.build("llama")
-    torch.manual_seed(0)
-    heads = kind.from_target(target).eval()
+    target, heads = zoo.build("llama"), fresh(kind).to(torch.bfloat16)
     ids = torch.tensor([[1, 4, 2, 5, 3, 1, 4]])
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = target.generate(ids, **options)
-    heads.to(torch.bfloat16)
     given = set()
     for layer in heads.modules():
         if isinstance(layer, torch.nn.Linear):

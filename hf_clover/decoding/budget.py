@@ -2,12 +2,12 @@
 
 Contract: a budget is asked before each step how many nodes the heads shall draft and, where they rest, how many copied
 tokens are worth a step without them (`ask`). It cuts the tree that was drafted (`cut`), and is told what the step took
-and gave (`learn`). What it says changes time, never tokens. A fixed budget
-always says the same. The automatic one learns two things as steps go by, and keeps them from call to call: what a step
-costs (`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own
-probabilities are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second;
-the rows that are furthest behind count as much as all rows do. Where drafting promises less than a rest gives, the
-heads rest, longer each time. A new call cuts a long rest short.
+and gave (`learn`). What it says changes time, never tokens. A fixed budget always says the same. The automatic one
+learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for each device, dtype,
+number of rows and doubling of the text), and how much the draft's own probabilities are worth (`Acceptance`). Of each
+tree it keeps the first nodes that promise the most tokens per second; the rows that are furthest behind count as much
+as all rows do. Where drafting promises less than a rest gives, the heads rest, longer each time. A new call cuts a
+long rest short.
 
 Shapes: B rows, N draft nodes.
 """
