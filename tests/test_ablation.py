@@ -60,6 +60,8 @@ def test_answers_and_questions_of_ones_own(experiment, folder, tmp_path, monkeyp
     assert ids == {40}
     assert [row["heads"] for row in result["rows"]] == labels
     assert all(row["tokens_per_forward"] >= 1 for row in result["rows"])
+    run(module, folder, *given, "--draft-vocab-size", "30", "--work", str(tmp_path), "--rows", labels[1])
+    assert ids == {40, 30}, "rows of another vocabulary are others"
 
 
 def test_the_rows_go_from_the_paper_to_the_default(experiment):  # noqa: F811

@@ -11,8 +11,8 @@ from the text, which any heads may be given. A run that was stopped goes on wher
 
 A target that answers questions is measured on its held-out answers, and in `generate` on questions:
 
-    python examples/experiments/ablation.py --target org/target --data ANSWERS.jsonl --questions QUESTIONS.jsonl \\
-        --length 512 --batch-size 2 --draft-vocab-size 8192 --name ablation-target
+    python examples/experiments/ablation.py --target TARGET --data ANSWERS.jsonl --questions QUESTIONS.jsonl \\
+        --draft-vocab-size 8192 --length 512 --batch-size 2 --output RESULTS
 """
 
 import argparse
@@ -23,12 +23,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse
 from continuations import Data, load_data
-from drafters import ask, chain_by_depth, full_rows, read_questions
+from drafters import DEPTH, EVERY, ROW, ask, chain_by_depth, full_rows, read_questions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
@@ -36,10 +37,8 @@ from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.making.last_layer import LastLayer
 from hf_clover.making.scales import embedding_scale
 
-DEPTH = 8  # of a chain
 PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
 GENERATED = 4  # of them, with a tree at every step
-ROW, EVERY = 256, 4  # tokens of a held-out answer, and how many places of it are one that is looked at
 
 MEASURED, TWICE = "measured", "2 d"  # of the target: the scale of its embeddings, and twice its hidden size
 COPIED = {"layers": "the target's last"}  # as clover-2's start
@@ -251,7 +250,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     target, tokenizer = load_target(args)
     data = load_data(args, target, tokenizer)
     exam = prepare(args, target, tokenizer, data)
-    key = f"{data.folder.name}-{args.tokens}-{args.batch_size}-{args.seed}-{args.nodes[0]}"
+    key = f"{data.folder.name}-{args.tokens}-{args.batch_size}-{args.draft_vocab_size}-{args.seed}-{args.nodes[0]}"
+    key += f"-{Path(args.questions).stem}-{args.per_category}" if args.questions else ""
     rows = []
     for number, label in enumerate(args.rows, 1):
         print(f"{number}/{len(args.rows)} {label}", flush=True)
@@ -267,11 +267,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             "right tokens in a chain of five",
             [line("chain length", [(row["heads"], row["chain_of_5"]) for row in rows if row["heads"] in labels])],
         )
-        for title, labels in (
-            ("From clover-2 to clover-x, one thing after another", STEPS),
-            ("clover-x with one thing changed", [list(STEPS)[-1], *ALONE]),
+        for title, about, labels in (
+            ("From clover-2 to clover-x, one thing after another", STEPS, STEPS),
+            ("clover-x with one thing changed", ALONE, [list(STEPS)[-1], *ALONE]),
         )
-        if sum(row["heads"] in labels for row in rows) > 1  # one bar says nothing
+        if any(row["heads"] in about for row in rows)
     ]
     table = [
         {

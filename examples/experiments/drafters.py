@@ -35,6 +35,9 @@ from hf_clover.training.precompute import TargetStatesCollator, precompute_targe
 from hf_clover.training.teacher import Teacher
 
 OURS = "clover-x"
+DEPTH = 8  # of the longest chain that is looked at
+ROW = 256  # tokens of held-out text, at most, in which chains are looked at
+EVERY = 4  # how many places of it are one that is looked at
 
 
 @dataclass(frozen=True)

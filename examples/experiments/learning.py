@@ -30,8 +30,11 @@ import torch
 from common import HERE, STAND_IN, load_target
 from continuations import Data, load_data
 from drafters import (
+    DEPTH,
     DRAFTERS,
+    EVERY,
     OURS,
+    ROW,
     Classroom,
     Drafter,
     ask,
@@ -52,15 +55,12 @@ from hf_clover.measure.prompts import load_prompts, load_questions
 from hf_clover.network.packing import pack_for_cpu
 from hf_clover.network.target_parts import fingerprint
 
-DEPTH = 8  # of the longest chain that is looked at
-ROW = 256  # tokens of held-out text, at most, in which chains are looked at
 WAYS = {  # in which questions are answered: the tree's shape, its nodes, and the temperature
     "chain of 7": ("chain", 7, 0.0),
     "tree of 16": (None, 16, 0.0),
     "chain of 7, sampled": ("chain", 7, 1.0),
     "tree of 16, sampled": (None, 16, 1.0),
 }
-EVERY = 4  # places of the text that are looked at
 TUNING_SEED = 100
 DEFAULTS = dict(
     targets=[str(STAND_IN / "target"), str(HERE / "second_target")],
