@@ -44,7 +44,7 @@ from hf_clover.decoding.costs import (
     cost_by_size,
 )
 from hf_clover.decoding.target_memory import memory_of
-from hf_clover.decoding.tree import Tree, root_only
+from hf_clover.decoding.tree import Tree, root_only, with_path
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 
@@ -345,9 +345,9 @@ def test_a_new_call_soon_looks_again():
     assert costs.resting == 2, "what is left of a short one stays"
 
 
-def test_copies_are_verified_where_the_heads_rest():
-    """Copied tokens cost no draft. They need to promise more than a plain step; and a step that shall be plain has
-    none."""
+def test_copies_are_verified_where_the_heads_are_not_needed():
+    """Copied tokens cost no draft. They need to promise more than a plain step, and much more than drafts where the
+    heads do not rest; and a step that shall be plain has none."""
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.5e-3)
     sure, unsure = torch.tensor([[0.9**i for i in range(1, 8)]]).log(), torch.tensor([[0.05]]).log()
     budget = machine.budget
@@ -355,10 +355,14 @@ def test_copies_are_verified_where_the_heads_rest():
     machine.run(40)
     costs = budget.costs
     budget.since_plain = 0
-    nodes, copied = budget.ask([100], copies=sure)
+    nodes, copied = budget.ask([100], copies=unsure)
     assert nodes > 0, "the heads do not rest"
     assert copied == 0
-    costs.resting = 5
+    advantage, costs.advantage = costs.advantage, 6.0
+    assert budget.ask([100], copies=sure)[0] > 0, "drafts give more than the copies promise"
+    costs.advantage = 2.0
+    assert budget.ask([100], copies=sure) == (0, 7), "much less: no draft is needed here"
+    costs.advantage, costs.resting = advantage, 5
     assert budget.ask([100], copies=sure) == (0, 7)
     assert budget.ask([100], copies=sure[:, :2]) == (0, 2)
     assert costs.resting == 3, "they are steps of the rest"
@@ -373,24 +377,51 @@ def test_copies_are_verified_where_the_heads_rest():
     assert FixedBudget(4).ask([100], copies=sure) == (4, 0)
 
 
-def test_a_rest_with_copies_is_worth_more_than_plain_steps():
-    """Heads that are a little better than plain steps rest where copies are worth more than they are."""
-    drafts = {}
-    for copied_right in (False, True):
-        machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.4)
-        machine.budget.costs = machine.budget._look_up(1, 100)
-        costs = machine.budget.costs
-        for _ in range(60):  # every other step gives four tokens more, in a quarter more time
-            machine.budget.rested = 1.0
-            machine.budget.learn(root_only(torch.zeros(1, dtype=torch.long)), [[0]], 0.0, 10e-3)
-            if copied_right:
-                costs.learn_rest(5.0, 1.25)
-        assert costs.rest_is_worth == pytest.approx(3 / 1.125 if copied_right else 1.0, rel=0.2)
-        machine.looks = 0
-        machine.run(40)
-        drafts[copied_right] = machine.looks
-    assert drafts[True] < drafts[False] / 2
-    assert costs.rest_is_worth < 2.5, "and what it was worth is forgotten where nothing is copied"
+def test_what_copies_are_worth_says_nothing_of_places_without_any():
+    """Heads that are a little better than plain steps are not asked where copies promise more, and draft at once where
+    nothing is copied."""
+    tokens, joint = torch.arange(1000, 1007)[None], torch.tensor([[0.95**i for i in range(1, 8)]]).log()
+    machine = Machine(plain=10e-3, draft=2e-3, start=11e-3, slope=0.3e-3, top=0.5)
+    budget, looks = machine.budget, {True: 0, False: 0}
+    for step in range(80):
+        is_copied = step < 40
+        nodes, alone = budget.ask([100], copies=joint if is_copied else None)
+        tree = machine.tree(nodes)
+        if is_copied and (nodes or alone):
+            tree = with_path(tree, tokens, joint, alone or nodes)
+        tree = budget.cut(tree, [0], [100])
+        copied = [0, *(node for node in range(1, tree.size) if int(tree.tokens[0, node]) >= 1000)]
+        path = copied if is_copied else machine.path(tree.size - 1, 0.5)
+        budget.learn(tree, [path], 2e-3 if nodes else 0.0, machine.forward(tree.size - 1))
+        looks[is_copied] += nodes > 0
+    assert looks[True] < 3
+    assert looks[False] > 30
+
+
+def test_a_draft_is_compared_with_a_step_without_it_at_the_same_place():
+    machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.6)
+    machine.run(40)
+    budget, costs, worth = machine.budget, machine.budget.costs, {}
+    for copies in (None, torch.tensor([[0.6, 0.36, 0.216]]).log()):
+        costs.advantage, budget.since_plain = 1.5, 0
+        nodes, copied = budget.ask([100], copies=copies)
+        assert nodes > 0
+        assert copied == 0
+        budget.cut(machine.tree(nodes), [0], [100])
+        worth[copies is None] = costs.advantage
+    assert worth[False] < worth[True] - 0.02
+
+
+def test_a_size_that_was_never_verified_is_tried():
+    """A forward over one to five nodes takes no longer than a plain one here, which the first trees, of other sizes,
+    do not show: it is found, and drafting, which looked as slow as plain steps, goes on."""
+    for seed in range(4):
+        machine = Machine(plain=10e-3, draft=1.5e-3, start=0.0, slope=0.0, top=0.25)
+        machine.rng = random.Random(seed)
+        machine.forward = lambda nodes: 10e-3 if nodes <= 5 else 12e-3 + 0.2e-3 * nodes
+        machine.run(60)
+        machine.run(200)
+        assert machine.looks > 200
 
 
 def test_what_was_copied_says_nothing_of_the_heads():

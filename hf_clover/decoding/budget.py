@@ -1,13 +1,13 @@
 """How many nodes a tree gets.
 
-Contract: a budget is asked before each step how many nodes the heads shall draft and, where they rest, how many copied
-tokens are worth a step without them (`ask`). It cuts the tree that was drafted (`cut`), and is told what the step took
-and gave (`learn`). What it says changes time, never tokens. A fixed budget always says the same. The automatic one
-learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for each device, dtype,
-number of rows and doubling of the text), and how much the draft's own probabilities are worth (`Acceptance`). Of each
-tree it keeps the first nodes that promise the most tokens per second; the rows that are furthest behind count as much
-as all rows do. Where drafting promises less than a rest gives, the heads rest, longer each time. A new call cuts a
-long rest short.
+Contract: a budget is asked before each step how many nodes the heads shall draft or, where they are not needed, how
+many copied tokens are worth a step without them (`ask`). It cuts the tree that was drafted (`cut`), and is told what
+the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says the same. The
+automatic one learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for each
+device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities are worth
+(`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that are
+furthest behind count as much as all rows do. Where drafts promise less than a step without them would, the heads
+rest, longer each time. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.
 """
@@ -33,6 +33,9 @@ MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not 
 LATELY = 12  # trees: as many nodes are drafted as the largest of them had, and more where more may pay
 LONGEST_REST = 128  # steps; the first of several in a row are shorter, since a text has easy stretches too
 AFTER_RESTS = 5  # nodes drafted after more than two rests in a row, only to see whether it pays by now
+HASTE = 0.1  # of what drafting was worth lately, the last draft's part: a few hard places are no reason to rest
+HOPE = 1.03  # for a size that was never verified: it may be cheaper than it looks, and would never be tried
+ALONE = 1.3  # times what drafting gave lately, from which on copies are verified without a draft
 SHARE = 0.04  # of a rest's time, that the draft before it may have lost
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing, where times do not wander
 PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are known
@@ -152,7 +155,7 @@ class AutomaticBudget:
         self.copied = 0  # nodes, in this step, and no others
         self.drafted = 0  # nodes, likewise
         self.replayed = 0  # tokens, likewise
-        self.rested = 0.0  # plain steps that this step takes, if it is one of a rest
+        self.rest_gives = 1.0  # tokens in a plain step's time, that this step promises without a draft
         self.log_probs: torch.Tensor | None = None  # [B, N] of the tree of this step, of the rows that count
 
     @property
@@ -160,21 +163,23 @@ class AutomaticBudget:
         return self.sizes[-1]
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
-        """How many nodes the heads shall draft, and how many copied tokens are to be verified where the heads rest.
+        """How many nodes the heads shall draft, and how many copied tokens are to be verified in a step without them:
+        where they rest, or where copies promise much more than drafting gave lately.
 
         `lengths`: of the texts of the rows that are unfinished; `replayed`: settled tokens that this step's forward
         takes again, each as dear as a node; `copies` [rows, k]: joint log-probabilities of what is copied."""
-        self.copied, self.replayed, self.rested = 0, replayed, 0.0
+        self.copied, self.replayed, self.rest_gives = 0, replayed, 1.0
         costs = self._look_up(len(lengths), max(lengths))
-        shows_costs = self._must_be_plain(costs)
-        if costs.resting:
-            costs.resting -= 1
-            self.rested = 1.0
-            if copies is not None and not shows_costs:
-                self.copied, self.rested = self._worth_copying(copies, lengths)
-            return 0, self.copied
+        rests, shows_costs = costs.resting > 0, self._must_be_plain(costs)
+        costs.resting -= rests
         if shows_costs:
             return 0, 0
+        if copies is not None:
+            copied, self.rest_gives = self._without_heads(copies, lengths)
+            rests = rests or (copied > 0 and self.rest_gives > ALONE * costs.advantage)
+            self.copied = copied if rests else 0
+        if rests:
+            return 0, self.copied
         if self.has_fixed_reach:
             return self.sizes[-1], 0
         reach = costs.reach if costs.chosen else max(START // len(lengths), 1)
@@ -198,9 +203,7 @@ class AutomaticBudget:
         nodes = tree.size - 1
         self.since_plain += 1
         with self.experience.lock:
-            if self.rested:
-                self.costs.learn_rest(sum(map(len, paths)) / len(paths), self.rested)
-            elif nodes:
+            if nodes and not self.copied:
                 self.acceptance.learn(self.log_probs, paths)
             beside_root = nodes + self.replayed
             if beside_root or self.drafted:
@@ -253,26 +256,28 @@ class AutomaticBudget:
         self.drafts += 1
         gained = self._gained(self.acceptance.expected(log_probs)[:, :drafted], lengths, sizes[-1])
         tokens, steps = [gained[size] for size in sizes], self._steps(sizes)
-        rates = [t / s for t, s in zip(tokens, steps, strict=True)]
+        verified = {0, *(nodes - self.replayed for nodes, _, _ in list(costs.forwards))}
+        hopes = [HOPE if size <= drafted and size not in verified else 1.0 for size in sizes]
+        rates = [hope * t / s for hope, t, s in zip(hopes, tokens, steps, strict=True)]
         place = _smallest_good(rates[:within])
         costs.chosen = (*costs.chosen, sizes[place])[-LATELY:]
         looks = len(costs.chosen) < LATELY or self.drafts % LOOK_EVERY == 0
         may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > max(rates[:within]))
         costs.reach = sizes[-1] if may_pay else max(1, *costs.chosen)
-        # A rest is worth more than plain steps where copies are verified meanwhile.
-        self._rest_or_go_on(costs, rates[place] / costs.rest_is_worth, steps[place] - tokens[place])
+        self._rest_or_go_on(costs, rates[place] / self.rest_gives, steps[place] - tokens[place] / self.rest_gives)
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
             place = min(place + 1, within - 1) if up else place - 1
         return sizes[place]
 
-    def _worth_copying(self, copies: torch.Tensor, lengths: Sequence[int]) -> tuple[int, float]:
-        """How many copied tokens promise more than a step without any, and the plain steps that a step over them
-        takes."""
+    def _without_heads(self, copies: torch.Tensor, lengths: Sequence[int]) -> tuple[int, float]:
+        """How many copied tokens a step without a draft verifies, and the tokens that it promises in a plain step's
+        time."""
         sizes = [size for size in self.sizes if size <= copies.shape[1]]
         gained, steps = self._gained(copies.exp(), lengths), self._steps(sizes, by_heads=False)
-        place = _smallest_good([gained[size] / step for size, step in zip(sizes, steps, strict=True)])
-        return sizes[place], steps[place]
+        rates = [gained[size] / step for size, step in zip(sizes, steps, strict=True)]
+        place = _smallest_good(rates)
+        return sizes[place], rates[place]
 
     def _gained(self, chances: torch.Tensor, lengths: Sequence[int], most: int = 0) -> list[float]:
         """Tokens of a step over the first 0, 1, ... nodes, which are accepted with these `chances` [rows, N]; up to
@@ -297,10 +302,10 @@ class AutomaticBudget:
         return [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
 
     def _rest_or_go_on(self, costs: Costs, advantage: float, lost: float) -> None:
-        """`advantage` of this draft over a rest; `lost`: plain steps that it takes longer than as many tokens by plain
-        steps."""
-        weight = 0.2 if costs.rest == SHORTEST_REST else 0.3  # one hard place is no reason to rest
-        costs.advantage = (1 - weight) * costs.advantage + weight * advantage
+        """`advantage` of this draft over a rest; `lost`: plain steps that it takes longer than a rest for as many
+        tokens."""
+        haste = max(HASTE, 1 / (4 + len(costs.drafts)))
+        costs.advantage += haste * (advantage - costs.advantage)
         if costs.advantage >= 1:
             costs.rest = SHORTEST_REST
         if advantage >= 1:

@@ -3,8 +3,9 @@
 Contract: `Copies` knows the rows' texts on the host, since every walk brings its tokens there. Where the last `RUN`
 tokens of a row stood before, what followed them is a path of drafts, which goes into the heads' tree with the
 probability that such tokens were right so far in this call: the best nodes of both are verified, as many as there were
-to be. Where the heads rest, the path is verified by itself. What is copied costs the heads nothing and may go on for
-longer than they draft. Where the run is new to its own text, it is looked up in a `TextMemory`, if the heads have one.
+to be. Where the heads are not needed, the path is verified by itself. What is copied costs the heads nothing and may
+go on for longer than they draft. Where the run is new to its own text, it is looked up in a `TextMemory`, if the heads
+have one.
 
 Shapes: B batch, k copied tokens at most.
 """

@@ -15,7 +15,6 @@ SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forw
 START = 24  # nodes of the first trees, shared by the rows
 SHORTEST_REST = 8  # steps
 NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with
-LATELY = 0.95  # of what rests were worth, from step to step
 MUCH = 1.5  # times the second time of a size, beyond which its first is not believed
 # What is believed of costs before any is seen, each with how far it may be off; all in logarithms but the first two.
 ON_CPU, ON_DEVICE = (1.4, 0.09), (1.1, 0.0)  # plain steps that a tree of 7 nodes costs, and growth as tokens double
@@ -54,19 +53,8 @@ class Costs:
     rest: int = SHORTEST_REST  # how long drafting pauses the next time it does not pay
     resting: int = 0  # steps that are left of a pause
     rests: int = 0  # since a draft last paid
-    rest_gave: float = 1.0  # tokens a step of a rest, which are more than one where copies are right
-    rest_took: float = 1.0  # plain steps that it took
     chosen: tuple[int, ...] = ()  # nodes of the last trees
     reach: int = START  # nodes that are drafted for all rows, of which the best are taken
-
-    @property
-    def rest_is_worth(self) -> float:
-        """Tokens in a plain step's time. What is copied in vain is soon copied no more."""
-        return max(self.rest_gave / self.rest_took, 1.0)
-
-    def learn_rest(self, tokens: float, steps: float) -> None:
-        self.rest_gave = LATELY * self.rest_gave + (1 - LATELY) * tokens
-        self.rest_took = LATELY * self.rest_took + (1 - LATELY) * steps
 
     def learn_plain(self, seconds: float) -> None:
         self.plain.add(seconds)
