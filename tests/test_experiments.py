@@ -13,6 +13,7 @@ from training.tiny import make_target
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads
+from hf_clover.decoding.tree import chain_of
 
 pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
 
@@ -150,6 +151,33 @@ def test_copies(experiment, folder, tmp_path):
         assert row["first_right"] == pytest.approx(8 / 9)
         assert row["right_in_a_row"] == pytest.approx(32 / 9)
         assert row["tokens_per_step"] == pytest.approx(41 / 9)
+
+
+def test_resting(experiment, folder):
+    module = experiment("resting")
+    result = run(module, folder)
+    found = [(row["heads"], row["machine"]) for row in result["rows"]]
+    assert found == [(kind, name) for kind in ("trained", "untrained") for name in module.MACHINES]
+    for row in result["rows"]:
+        low, high = row["automatic_range"]
+        assert low <= row["automatic"] <= high
+        assert 0 <= row["drafts"] <= 1
+
+
+def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, monkeypatch):
+    """Drafts that are the text itself: five tokens a step of four nodes, counted once, in the time of that step."""
+    module = experiment("resting")
+    monkeypatch.setattr(module, "NOISE", 0.0)
+    monkeypatch.setattr(module, "COPIES", 0)
+    ids, start = list(range(3, 25)), 2
+    trees = []
+    for place in range(start, len(ids) - 1):
+        following = (ids[place:] + [0] * module.DRAFTED)[: module.DRAFTED + 1]
+        trees.append(chain_of(torch.tensor([following])))
+    machine = module.run("as it is", [module.Recorded(ids, start, trees)], 0, 4)
+    assert (machine.tokens, machine.steps, machine.drafted) == (19, 4, 4)
+    step = sum(module.between(costs, 4) for costs in module.MACHINES["as it is"])
+    assert machine.seconds == pytest.approx(4 * step)
 
 
 def test_prompt_length(experiment, folder, tmp_path):

@@ -1,0 +1,188 @@
+"""Does the automatic budget draft where drafting pays, and rest where it does not?
+
+A clock cannot tell: what a budget loses is a few percent, and a machine wanders as much. So the heads draft once at
+every place of answers that the target has given, and the real budget then goes through these drafts on machines that
+are simulated, where a forward and a draft take what they are said to take, many times over: the questions in another
+order, and other noise, each time. Figures are tokens in a plain step's time.
+
+    python examples/experiments/resting.py --target examples/smollm2/target --heads examples/smollm2/heads \\
+        --questions spec_bench_dev.jsonl
+"""
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import PLAIN, STAND_IN, finish, line, load_heads, load_target, panel, parse
+from transformers import PreTrainedModel
+
+from hf_clover import CloverHeads
+from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience, FixedBudget
+from hf_clover.decoding.copying import Copies
+from hf_clover.decoding.costs import SIZES
+from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.tree import Tree, root_only, with_path
+from hf_clover.measure.one_run import batch_of
+from hf_clover.measure.prompts import load_prompts, load_questions
+from hf_clover.training.teacher import Teacher
+
+DEFAULTS = dict(
+    heads=str(STAND_IN / "heads"), questions=None, per_category=1, num_prompts=12, max_new_tokens=32, repeats=10
+)
+TOY = dict(per_category=1, num_prompts=2, max_new_tokens=8, repeats=2)
+DRAFTED, NOISE, COPIES = 23, 0.04, 10  # nodes, of a time in logarithms, tokens copied at once
+FIXED = (3, 5, 7)
+# Nodes -> plain steps that a forward over them takes, and a draft of them; between, it grows evenly.
+MACHINES = {
+    "packed, AVX-512": (
+        {0: 1.0, 1: 1.14, 2: 1.0, 5: 0.99, 7: 1.15, 11: 1.25, 15: 1.4, 23: 1.65, 63: 2.9},
+        {1: 0.09, 2: 0.12, 5: 0.15, 7: 0.17, 11: 0.18, 15: 0.22, 23: 0.23, 63: 0.4},
+    ),
+    "packed, AVX2": (
+        {0: 1.0, 1: 1.2, 3: 1.2, 5: 1.3, 7: 1.4, 11: 1.65, 15: 1.85, 23: 2.3, 63: 4.0},
+        {1: 0.12, 2: 0.16, 5: 0.2, 11: 0.24, 15: 0.28, 23: 0.3, 63: 0.5},
+    ),
+    "as it is": (
+        {0: 1.0, 1: 1.35, 5: 1.45, 7: 1.5, 11: 1.7, 15: 1.9, 23: 2.3, 63: 4.0},
+        {1: 0.07, 2: 0.09, 5: 0.12, 11: 0.14, 15: 0.17, 23: 0.18, 63: 0.3},
+    ),
+}
+
+
+@dataclass
+class Recorded:
+    """An answer, and what heads draft at each of its places."""
+
+    ids: list[int]  # with the prompt
+    start: int  # tokens of the prompt
+    trees: list[Tree]  # below the answer's first token, its second, ...
+
+
+@torch.no_grad()
+def record(target: PreTrainedModel, heads: CloverHeads, texts: Sequence[tuple[list[int], int]]) -> list[Recorded]:
+    heads.bind(target)
+    found = []
+    for ids, start in texts:
+        row = torch.tensor([ids], device=target.device)
+        hidden = Teacher(target, heads).hidden_states({"input_ids": row})  # [1, L, d]
+        positions, drafter, known, trees = torch.arange(len(ids))[None], CloverCandidateGenerator(heads), 0, []
+        for place in range(start, len(ids) - 1):
+            new = slice(known, place)
+            drafter.extend(hidden[:, new], row[:, known + 1 : place + 1], positions[:, new], [place - known])
+            trees.append(drafter.draft(DRAFTED))
+            known = place
+        found.append(Recorded(ids, start, trees))
+    return found
+
+
+def between(costs: dict[int, float], nodes: int) -> float:
+    for (low, its), (high, theirs) in itertools.pairwise(costs.items()):
+        if low <= nodes <= high:
+            return its + (theirs - its) * (nodes - low) / (high - low)
+    raise ValueError(f"No machine says what {nodes} nodes cost.")
+
+
+class Machine:
+    def __init__(self, name: str, seed: int) -> None:
+        self.forwards, self.drafts = MACHINES[name]
+        self.rng = random.Random(seed)
+        self.seconds, self.tokens, self.steps, self.drafted = 0.0, 0, 0, 0
+
+    def took(self, costs: dict[int, float], nodes: int) -> float:
+        return between(costs, nodes) * math.exp(self.rng.gauss(0, NOISE))
+
+    def answer(self, answer: Recorded, budget: Budget) -> None:
+        """The loop of `hf_clover/decoding/loop.py`, with drafts that are there and a target that has answered."""
+        ids, place = answer.ids, answer.start
+        copies, fresh = Copies([ids[: place + 1]], COPIES), []
+        while place < len(ids) - 1:
+            copies.take_in([fresh])
+            paths = copies.paths([0])
+            paths = paths if paths[0].shape[1] else None
+            nodes, copied = budget.ask([place + 1], copies=None if paths is None else paths[1])
+            tree = root_only(torch.tensor([ids[place]]))
+            if nodes:
+                tree = answer.trees[place - answer.start].first(min(nodes, DRAFTED))
+            if paths is not None and (copied or nodes):
+                tree = with_path(tree, *paths, copied or tree.size - 1)
+            tree = budget.cut(tree, [0], [place + 1])
+            path = walked(tree, ids[place + 1 :])
+            draft = self.took(self.drafts, nodes) if nodes else 0.0
+            forward = self.took(self.forwards, tree.size - 1)
+            budget.learn(tree, [path], draft, forward)
+            fresh = ids[place + 1 : place + 1 + len(path)]
+            place += len(path)
+            self.seconds, self.tokens = self.seconds + draft + forward, self.tokens + len(path)
+            self.steps, self.drafted = self.steps + 1, self.drafted + (nodes > 0)
+
+
+def walked(tree: Tree, following: Sequence[int]) -> list[int]:
+    """The nodes of `tree` that the text goes through, no further than its last token."""
+    path, tokens = [0], tree.tokens[0].tolist()
+    below = {(parent, tokens[node]): node for node, parent in enumerate(tree.parents[0].tolist()) if node}
+    for token in following[:-1]:
+        node = below.get((path[-1], token))
+        if node is None or not bool(tree.valid[0, node]):
+            break
+        path.append(node)
+    return path
+
+
+def run(name: str, answers: Sequence[Recorded], seed: int, nodes: int | None = None) -> Machine:
+    machine, experience, order = Machine(name, seed), Experience(), list(answers)
+    machine.rng.shuffle(order)
+    for answer in order:
+        budget = FixedBudget(nodes) if nodes else AutomaticBudget(experience, SIZES[-1], None, None)
+        machine.answer(answer, budget)
+    return machine
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    args = parse(__doc__, argv, DEFAULTS, TOY)
+    target, tokenizer = load_target(args)
+    if args.questions:
+        prompts = [
+            q.encode(tokenizer) for q in load_questions(args.questions, tokenizer, per_category=args.per_category)
+        ]
+    else:
+        prompts = load_prompts("stand-in", tokenizer, args.num_prompts)
+    settings = dict(max_new_tokens=args.max_new_tokens, do_sample=False, pad_token_id=0)
+    texts = [
+        (target.generate(**batch_of([prompt], 0, target.device), **settings)[0].tolist(), len(prompt))
+        for prompt in prompts
+    ]
+    torch.manual_seed(args.seed)
+    kinds = {"trained": load_heads(args, target), "untrained": CloverHeads.from_target(target)}
+    rows = []
+    for kind, heads in kinds.items():
+        answers = record(target, heads, texts)
+        for name in MACHINES:
+            runs = [run(name, answers, args.seed + repeat) for repeat in range(args.repeats)]
+            rates = [one.tokens / one.seconds for one in runs]
+            fixed = {nodes: run(name, answers, args.seed, nodes) for nodes in FIXED}
+            rows.append(
+                {
+                    "heads": kind,
+                    "machine": name,
+                    "automatic": statistics.mean(rates),
+                    "automatic_range": [min(rates), max(rates)],
+                    "drafts": statistics.mean(one.drafted / one.steps for one in runs),
+                    **{f"{nodes} nodes": one.tokens / one.seconds for nodes, one in fixed.items()},
+                }
+            )
+    series = [
+        line(kind, [(r["machine"], (r["automatic"], *r["automatic_range"])) for r in rows if r["heads"] == kind])
+        for kind in kinds
+    ]
+    panels = [panel("bars", "automatic size", "", "tokens in a plain step's time", series, reference=PLAIN)]
+    table = [{name: value for name, value in row.items() if name != "automatic_range"} for row in rows]
+    return finish(args, target, __doc__, rows, "Where the budget rests", panels, table, __file__)
+
+
+if __name__ == "__main__":
+    main()
