@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from common import PLAIN, STAND_IN, finish, line, load_heads, load_target, panel, parse
+from drafters import ask, read_questions
 from transformers import PreTrainedModel
 
 from hf_clover import CloverHeads
@@ -27,14 +28,13 @@ from hf_clover.decoding.copying import Copies
 from hf_clover.decoding.costs import SIZES
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.tree import Tree, root_only, with_path
-from hf_clover.measure.one_run import batch_of
-from hf_clover.measure.prompts import load_prompts, load_questions
+from hf_clover.measure.prompts import load_prompts
 from hf_clover.training.teacher import Teacher
 
 DEFAULTS = dict(
     heads=str(STAND_IN / "heads"), questions=None, per_category=1, num_prompts=12, max_new_tokens=32, repeats=10
 )
-TOY = dict(per_category=1, num_prompts=2, max_new_tokens=8, repeats=2)
+TOY = dict(num_prompts=2, max_new_tokens=8, repeats=2)
 DRAFTED, NOISE, COPIES = 23, 0.04, 10  # nodes, of a time in logarithms, tokens copied at once
 FIXED = (3, 5, 7)
 # Nodes -> plain steps that a forward over them takes, and a draft of them; between, it grows evenly.
@@ -145,17 +145,10 @@ def run(name: str, answers: Sequence[Recorded], seed: int, nodes: int | None = N
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parse(__doc__, argv, DEFAULTS, TOY)
     target, tokenizer = load_target(args)
-    if args.questions:
-        prompts = [
-            q.encode(tokenizer) for q in load_questions(args.questions, tokenizer, per_category=args.per_category)
-        ]
-    else:
-        prompts = load_prompts("stand-in", tokenizer, args.num_prompts)
-    settings = dict(max_new_tokens=args.max_new_tokens, do_sample=False, pad_token_id=0)
-    texts = [
-        (target.generate(**batch_of([prompt], 0, target.device), **settings)[0].tolist(), len(prompt))
-        for prompt in prompts
-    ]
+    asked = read_questions(args.questions, tokenizer, args.per_category)
+    asked = asked or [("", prompt) for prompt in load_prompts("stand-in", tokenizer, args.num_prompts)]
+    answered = ask(target, asked, args.max_new_tokens).texts
+    texts = [(ids, len(prompt)) for ids, (_, prompt) in zip(answered, asked, strict=True)]
     torch.manual_seed(args.seed)
     kinds = {"trained": load_heads(args, target), "untrained": CloverHeads.from_target(target)}
     rows = []
