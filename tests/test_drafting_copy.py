@@ -22,8 +22,12 @@ pytestmark = pytest.mark.skipif(not packing.can_pack(torch.float32), reason="thi
 VOCABULARY = 61
 LONG = pytest.mark.long("hf_clover/decoding/drafting_copy.py", "hf_clover/network")  # the default is in the short set
 OTHERS = [variant for variant in VARIANTS if variant != "clover-x"]
-DTYPES = [
+WEIGHTS = [  # of the copy; what it computes in is float32, or bfloat16 with weights in that
     torch.float32,
+    pytest.param(
+        torch.float16,
+        marks=pytest.mark.skipif(not packing.can_halve(), reason="this processor or torch does not widen float16"),
+    ),
     pytest.param(
         torch.bfloat16,
         marks=pytest.mark.skipif(not packing.can_pack(torch.bfloat16), reason="this processor has no bfloat16"),
@@ -37,10 +41,11 @@ def _small_layers_count(monkeypatch):
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", 1)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request, monkeypatch):
-    """Whether or not this processor multiplies bfloat16 fast."""
+@pytest.fixture(params=WEIGHTS, ids=str)
+def weights(request, monkeypatch):
+    """What this processor can: multiply bfloat16 fast, widen float16 as it reads it, or neither."""
     monkeypatch.setattr(module, "multiplies_bfloat16_fast", lambda device: request.param == torch.bfloat16)
+    monkeypatch.setattr(module, "can_halve", lambda: request.param == torch.float16)
     return request.param
 
 
@@ -55,7 +60,7 @@ def heads_of(target, variant="clover-x", **fields):
 
 @pytest.mark.parametrize("draft_vocab_size", [pytest.param(None, marks=LONG), 40])
 @pytest.mark.parametrize("variant", ["clover-x", *(pytest.param(other, marks=LONG) for other in OTHERS)])
-def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, dtype, monkeypatch):
+def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, weights, monkeypatch):
     """As many drafts are accepted, within a few, and the tokens are plain generate's."""
     batch = ragged_batch(VOCABULARY)
     options = {**batch, "max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
@@ -78,13 +83,20 @@ def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, dtype
     made, original = drafted_by
     assert original is heads
     assert made is not heads
-    assert made.dtype == dtype
-    assert all(packing.is_packed(layer) for layer in made.modules() if isinstance(layer, nn.Linear))
+    computes_in = torch.bfloat16 if weights == torch.bfloat16 else torch.float32
+    assert made.dtype == computes_in
     rows, bias = made.borrowed.draft_rows
-    assert rows.is_mkldnn
-    assert rows.dtype == dtype
-    assert len(rows) == (draft_vocab_size or VOCABULARY)
-    assert bias is None or bias.dtype == dtype
+    assert rows.dtype == computes_in
+    if weights == torch.float16:
+        assert not any(isinstance(layer, nn.Linear) for layer in made.modules())
+        assert any(isinstance(layer, packing.HalvedLinear) for layer in made.modules())
+        assert isinstance(rows, packing.HalvedLinear)
+        assert rows.out_features == (draft_vocab_size or VOCABULARY)
+    else:
+        assert all(packing.is_packed(layer) for layer in made.modules() if isinstance(layer, nn.Linear))
+        assert rows.is_mkldnn
+        assert len(rows) == (draft_vocab_size or VOCABULARY)
+        assert bias is None or bias.dtype == computes_in
     assert min(accepted) >= 8
     assert abs(accepted[0] - accepted[1]) <= 0.1 * accepted[1]
     # What is the user's is as it was.
@@ -92,14 +104,14 @@ def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, dtype
     assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
 
 
-def test_positions_stay_in_single_precision(target, dtype):
+def test_positions_stay_in_single_precision(target, weights):
     heads = heads_of(target)
     made = drafting_copy(heads, target)
     assert torch.equal(made.rotary_emb.inv_freq, heads.rotary_emb.inv_freq)
     assert made.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_it_is_made_once_and_anew_after_a_change(target):
+def test_it_is_made_once_and_anew_after_a_change(target, weights):
     heads = heads_of(target, draft_vocab_size=40)
     made = drafting_copy(heads, target)
     assert drafting_copy(heads, target) is made
@@ -107,7 +119,8 @@ def test_it_is_made_once_and_anew_after_a_change(target):
         heads.decoder.down.weight.add_(1.0)
     second = drafting_copy(heads, target)
     assert second is not made
-    learned = packing.plain_weight(second.decoder.down).float()
+    unit = torch.eye(second.decoder.down.in_features, dtype=second.dtype)
+    learned = second.decoder.down(unit).T.float()  # the weight, whatever holds it
     torch.testing.assert_close(learned, heads.decoder.down.weight, atol=1e-2, rtol=1e-2)
     heads.draft_ids.copy_(heads.draft_ids.flip(0))
     heads.bind(target)
@@ -161,6 +174,13 @@ def test_a_torch_that_packs_nothing(target, monkeypatch):
     heads = heads_of(target)
     monkeypatch.setattr(packing, "_OPERATORS", ("no_such_operator",))
     assert drafting_copy(heads, target) is heads
+
+
+def test_a_torch_that_halves_nothing(target, monkeypatch):
+    monkeypatch.setattr(module, "multiplies_bfloat16_fast", lambda device: False)
+    monkeypatch.setattr(packing, "_HALVING_OPERATORS", ("no_such_operator",))
+    made = drafting_copy(heads_of(target), target)
+    assert all(packing.is_packed(layer) for layer in made.modules() if isinstance(layer, nn.Linear))
 
 
 def test_it_goes_with_its_heads(target):

@@ -100,6 +100,20 @@ def test_state_dicts_copies_and_pickles_are_plain(target, dtype, tmp_path):
         target.load_state_dict(before)
 
 
+@pytest.mark.skipif(not packing.can_halve(), reason="this processor or torch does not widen float16")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 7), (2, 3, 7)], ids=str)
+def test_a_halved_layer_is_off_by_the_rounding_of_its_weight(bias, shape):
+    layer, x = nn.Linear(7, 5, bias=bias), torch.randn(shape)
+    with torch.no_grad():
+        layer.weight[0, 0] = 1e6  # more than float16 holds
+        halved = packing.HalvedLinear(layer.weight, layer.bias)
+        layer.weight[0, 0] = torch.finfo(torch.float16).max
+        expected = layer(x)
+    torch.testing.assert_close(packing.linear(x, halved), expected, atol=1e-3, rtol=1e-3)
+    assert not any(weight.requires_grad for weight in halved.parameters())
+
+
 # ---------------------------------------------------------------------- drafting
 
 
@@ -232,4 +246,5 @@ def test_commands_pack_the_target_and_packed_heads_draft(words, command, monkeyp
     assert len(counts) == 1
     assert counts[0] > 0
     assert drafting
-    assert all(packed_layers(heads) for heads in drafting)
+    kinds = (packing.PackedLinear, packing.HalvedLinear)
+    assert all(any(isinstance(layer, kinds) for layer in heads.modules()) for heads in drafting)

@@ -1,10 +1,10 @@
 """The heads as a CPU drafts with them fastest.
 
 Contract: a draft may be off by a rounding, because what is emitted is the target's choice. So on a CPU a copy of the
-heads drafts: its linear layers, and the rows of lm_head that it scores with, are packed, in bfloat16 where the
-processor multiplies that and in float32 elsewhere. The user's heads and target stay as they are. The target's memory
-keeps the copy, and a new one is made after a weight has changed. Where a copy would not be faster, or could not be
-told from its original, the heads draft themselves.
+heads drafts: its linear layers, and the rows of lm_head that it scores with, are packed, with weights in bfloat16
+where the processor multiplies that, in float16 where it can widen them as it reads them, and in float32 elsewhere.
+The user's heads and target stay as they are. The target's memory keeps the copy, and a new one is made after a weight
+has changed. Where a copy would not be faster, or could not be told from its original, the heads draft themselves.
 
 Shapes: D draft vocabulary (V where there is none), d hidden size.
 """
@@ -17,7 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..network.modeling_clover import CloverHeads
-from ..network.packing import can_pack, is_packed, multiplies_bfloat16_fast, pack_for_cpu, packed, plain_weight
+from ..network.packing import (
+    HalvedLinear,
+    can_halve,
+    can_pack,
+    halve_weights,
+    is_packed,
+    multiplies_bfloat16_fast,
+    pack_for_cpu,
+    packed,
+    plain_weight,
+)
 from ..network.target_parts import BorrowedParts, is_plain
 from .target_memory import memory_of
 
@@ -50,7 +60,12 @@ def _gains_by_it(heads: CloverHeads) -> bool:
 
 
 def _dtype() -> torch.dtype:
+    """Of what the copy computes; its weights may be shorter still."""
     return torch.bfloat16 if multiplies_bfloat16_fast(torch.device("cpu")) else torch.float32
+
+
+def _halves() -> bool:
+    return _dtype() == torch.float32 and can_halve()
 
 
 def _what_is_copied(heads: CloverHeads) -> tuple:
@@ -66,7 +81,10 @@ def _copied(heads: CloverHeads) -> CloverHeads:
     made.config = heads.config  # which the user may change
     for weight in made.parameters():
         weight.data = weight.data.to(_dtype())
-    pack_for_cpu(made)
+    if _halves():
+        halve_weights(made)
+    else:
+        pack_for_cpu(made)
     object.__setattr__(made, "_borrowed", _borrowed(heads))
     return made
 
@@ -79,5 +97,7 @@ def _borrowed(heads: CloverHeads) -> BorrowedParts:
     rows, bias = plain_weight(lm_head).detach(), lm_head.bias  # [V, d]
     if heads.config.draft_vocab_size is not None:
         rows, bias = rows[heads.draft_ids], None if bias is None else bias[heads.draft_ids]  # [D, d]
+    if _halves():
+        return replace(borrowed, draft_rows=(HalvedLinear(rows, bias), None))
     rows, bias = packed(rows.to(_dtype())), None if bias is None else bias.detach().to(_dtype())
     return replace(borrowed, draft_rows=(rows, bias))

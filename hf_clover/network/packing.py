@@ -8,7 +8,9 @@ call. So these are private operators of torch, and this is the only place that n
 
 A packed weight is still the layer's `weight`, of its shape and dtype, but a tensor that cannot be read in part:
 `plain_weight` reads it. State dicts, copies and pickles are plain. Nothing is held twice, but a weight that is an
-embedding too: rows are looked up in the plain one. A sibling of `modeling_clover.py` that travels to the Hub with it.
+embedding too: rows are looked up in the plain one. What may be off by a rounding can have its weights in float16
+instead (`halve_weights`), which is half as many bytes to read. A sibling of `modeling_clover.py` that travels to the
+Hub with it.
 """
 
 from typing import Any
@@ -20,6 +22,7 @@ from torch.nn import functional as F
 LEAST_WEIGHTS = 2**18  # a smaller product takes no longer than the call of the operator
 ROWS = 8  # that the order is chosen for; it was the fastest for 1 to 24
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
+_HALVING_OPERATORS = ("linear_prepack_fp16", "linear_dynamic_fp16")
 
 
 def multiplies_bfloat16_fast(device: torch.device) -> bool:
@@ -31,8 +34,28 @@ def multiplies_bfloat16_fast(device: torch.device) -> bool:
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`, of a packed weight too."""
+class HalvedLinear(nn.Module):
+    """A linear layer with its weight in float16, in FBGEMM's own order. What it takes and gives is float32, and in
+    between nothing is rounded but the weight. It cannot learn, and its weight cannot be read back."""
+
+    dtype = torch.float32
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        range_ = torch.finfo(torch.float16)
+        weight = weight.detach().float().clamp(range_.min, range_.max).contiguous()
+        self.halved = torch.ops.quantized.linear_prepack_fp16(weight, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x, self.halved)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor | HalvedLinear, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`F.linear`, of a packed weight too, or of a halved one, which has its bias with it."""
+    if isinstance(weight, HalvedLinear):
+        return weight(x)
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -129,6 +152,19 @@ def unpack(model: nn.Module) -> None:
         layer.__class__ = nn.Linear
 
 
+def halve_weights(model: nn.Module) -> None:
+    """Give every linear layer of `model` that gains by it its weight in float16, in place and for good."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and layer.weight.numel() >= LEAST_WEIGHTS:
+            model.set_submodule(name, HalvedLinear(plain_weight(layer), layer.bias))
+
+
+def can_halve() -> bool:
+    """Whether this torch and this processor multiply float32 by weights in float16."""
+    is_there = all(hasattr(torch.ops.quantized, name) for name in _HALVING_OPERATORS)
+    return is_there and torch.backends.quantized.engine in ("x86", "fbgemm")
+
+
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether this torch and this processor pack weights of `dtype`."""
     is_there = not _absent() and torch.backends.mkldnn.is_available()
@@ -161,8 +197,11 @@ def _check(weight: torch.Tensor) -> None:
 
 
 __all__ = [
+    "HalvedLinear",
     "PackedLinear",
+    "can_halve",
     "can_pack",
+    "halve_weights",
     "is_packed",
     "linear",
     "multiplies_bfloat16_fast",

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_clover import SPECIAL_TOKENS, CloverConfig
-from .packing import is_packed, packed, plain_weight
+from .packing import HalvedLinear, is_packed, packed, plain_weight
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +36,7 @@ class BorrowedParts:
     norm: nn.Module
     logit_scale: float
     logit_softcap: float | None
-    draft_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None  # lm_head's rows that score, if set apart
+    draft_rows: tuple[torch.Tensor | HalvedLinear, torch.Tensor | None] | None = None  # lm_head's that score, if apart
     packed_ids: torch.Tensor | None = None  # which these are, where they are packed
     is_packed: bool = False  # whether lm_head was
     source: nn.Module | None = None  # the target's own lm_head, of which `lm_head` is a copy where that is in parts
