@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -260,22 +260,30 @@ def right_drafts(
     rows [N, L] are texts of the target, of which the first `start` tokens are a prompt; after it, `every`th place
     counts at which the text goes on for `depth` tokens more.
     """
-    rows = rows.to(target.device)
-    count, length = rows.shape
-    kind = heads.generator if isinstance(heads, RivalHeads) else CloverCandidateGenerator
-    drafter = kind(heads.bind(target))
-    hidden = _teacher(heads, target).hidden_states({"input_ids": rows})  # [N, L, d]
-    positions = torch.arange(length, device=rows.device).expand(count, -1)  # [N, L]
-    found, known = [], 0
-    for place in places(length, start, depth, every):
-        new = slice(known, place)
-        following = rows[:, known + 1 : place + 1]
-        drafter.extend(hidden[:, new], following, positions[:, new], [place - known] * count)
-        tree, known = drafter.draft(depth, shape="chain"), place
+    rows, found = rows.to(target.device), []
+    for place, drafter in along(heads, target, rows, places(rows.shape[1], start, depth, every)):
+        tree = drafter.draft(depth, shape="chain")
         drafts = tree.tokens[:, 1:]  # [N, <= depth]
         hits = (drafts == rows[:, place + 1 : place + 1 + drafts.shape[1]]) & tree.valid[:, 1:]
         found.append(F.pad(hits.int().cumprod(1).bool(), (0, depth - drafts.shape[1])))  # [N, depth]
     return torch.stack(found, dim=1)
+
+
+@torch.no_grad()
+def along(
+    heads: CloverHeads, target: PreTrainedModel, rows: torch.Tensor, stops: Iterable[int]
+) -> Iterator[tuple[int, CloverCandidateGenerator]]:
+    """A drafter that follows the texts `rows` [N, L], at each place of `stops`: of the last token that it knows."""
+    kind = heads.generator if isinstance(heads, RivalHeads) else CloverCandidateGenerator
+    drafter = kind(heads.bind(target))
+    hidden = _teacher(heads, target).hidden_states({"input_ids": rows})  # [N, L, d]
+    positions, known = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1), 0  # [N, L]
+    for place in stops:
+        new = slice(known, place)
+        following = rows[:, known + 1 : place + 1]
+        drafter.extend(hidden[:, new], following, positions[:, new], [place - known] * len(rows))
+        yield place, drafter
+        known = place
 
 
 def places(length: int, start: int, depth: int, every: int = 1) -> range:

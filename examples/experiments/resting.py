@@ -19,17 +19,15 @@ from typing import Any
 
 import torch
 from common import PLAIN, STAND_IN, finish, line, load_heads, load_target, panel, parse
-from drafters import ask, read_questions
+from drafters import along, ask, read_questions
 from transformers import PreTrainedModel
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience, FixedBudget
 from hf_clover.decoding.copying import Copies
 from hf_clover.decoding.costs import SIZES
-from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.tree import Tree, root_only, with_path
 from hf_clover.measure.prompts import load_prompts
-from hf_clover.training.teacher import Teacher
 
 DEFAULTS = dict(
     heads=str(STAND_IN / "heads"), questions=None, per_category=1, num_prompts=12, max_new_tokens=32, repeats=10
@@ -63,19 +61,11 @@ class Recorded:
     trees: list[Tree]  # below the answer's first token, its second, ...
 
 
-@torch.no_grad()
 def record(target: PreTrainedModel, heads: CloverHeads, texts: Sequence[tuple[list[int], int]]) -> list[Recorded]:
-    heads.bind(target)
     found = []
     for ids, start in texts:
-        row = torch.tensor([ids], device=target.device)
-        hidden = Teacher(target, heads).hidden_states({"input_ids": row})  # [1, L, d]
-        positions, drafter, known, trees = torch.arange(len(ids))[None], CloverCandidateGenerator(heads), 0, []
-        for place in range(start, len(ids) - 1):
-            new = slice(known, place)
-            drafter.extend(hidden[:, new], row[:, known + 1 : place + 1], positions[:, new], [place - known])
-            trees.append(drafter.draft(DRAFTED))
-            known = place
+        row = torch.tensor([ids], device=target.device)  # [1, L]
+        trees = [drafter.draft(DRAFTED) for _, drafter in along(heads, target, row, range(start, len(ids) - 1))]
         found.append(Recorded(ids, start, trees))
     return found
 
