@@ -329,6 +329,22 @@ def test_no_more_is_drafted_than_may_pay():
     assert 0.1 < sum(nodes > 5 for nodes in drafted) / len(drafted) < 0.35
 
 
+def test_a_draft_is_paid_for_when_it_is_cut():
+    """Of a large draft more is verified than would have been worth drafting, and less is drafted the next time."""
+    machine = Machine(plain=1.0, draft=0.1, start=1.1, slope=0.0)
+    budget = machine.budget
+    budget.ask([100])
+    for _ in range(9):
+        budget.costs.learn_plain(1.0)
+    for _ in range(9):
+        budget.costs.learn_tree(3, 0.1, 3, 1.1)
+        budget.costs.learn_tree(15, 1.0, 15, 1.3)
+    large, small = machine.tree(15), machine.tree(3)
+    assert budget.cut(large, [0], [100]).size > 11
+    assert budget.costs.chosen[-1] <= 5
+    assert budget.cut(small, [0], [100]).size == 4
+
+
 def test_a_new_call_soon_looks_again():
     """A long rest belongs to the text that it came from."""
     machine = Machine(plain=10e-3, draft=3e-3, start=11e-3, slope=0.3e-3, top=0.9, worth=0.0)

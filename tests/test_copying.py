@@ -13,7 +13,7 @@ from zoo import build, ragged_batch
 from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding import heads_run
 from hf_clover.decoding.budget import AutomaticBudget
-from hf_clover.decoding.copying import HOPE, RUN, RUN_ELSEWHERE, STEADY, Copies
+from hf_clover.decoding.copying import RUN_ELSEWHERE, RUNS, STEADY, Copies
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
@@ -26,31 +26,36 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 4}
 
 
 def followed(text, most):
-    """The slow twin: what followed the last run where it stood last, and then what follows that."""
-    for end in range(len(text) - 1, RUN - 1, -1):
-        if text[end - RUN : end] == text[-RUN:]:
-            longer = list(text)
-            for place in range(end, end + most):
-                longer.append(longer[place])
-            return longer[len(text) :]
-    return []
+    """The slow twin: what followed the longest run where it stood last, then what follows that; and the run."""
+    for run in sorted(RUNS, reverse=True):
+        for end in range(len(text) - 1, run - 1, -1):
+            if text[end - run : end] == text[-run:]:
+                longer = list(text)
+                for place in range(end, end + most):
+                    longer.append(longer[place])
+                return longer[len(text) :], run
+    return [], 0
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=8), st.integers(1, 6))
-def test_it_finds_what_followed_the_last_run(parts, most):
+def test_it_finds_what_followed_the_longest_run(parts, most):
     copies, text = Copies([parts[0]], most), list(parts[0])
     for part in parts[1:]:
         copies.take_in([part])
         text += part
-    assert copies.guesses[0] == (followed(text, most) if len(text) >= RUN else [])
+    guess, run = followed(text, most)
+    assert copies.guesses[0] == guess
+    assert copies.hopes[0] == [RUNS[max(known for known in RUNS if known <= run + i)] for i in range(len(guess))]
 
 
-def test_the_chance_is_that_of_what_was_right():
+def test_the_chance_is_that_of_the_run_and_of_what_was_right():
     copies = Copies([[1, 2, 3, 4, 5, 6, 1, 2, 3]], most=3)
-    assert (copies.guesses[0], copies.chance) == ([4, 5, 6], HOPE)
-    copies.take_in([[4, 5, 9]])  # two right, one wrong
-    assert copies.chance == pytest.approx((2 + HOPE * STEADY) / (3 + STEADY))
+    (tokens, joint), two, three, five = copies.paths([0]), *RUNS.values()
+    assert tokens.tolist() == [[4, 5, 6]], "behind three tokens, four and five"
+    assert joint[0].exp().tolist() == pytest.approx([three, three**2, three**2 * five])
+    copies.take_in([[4, 9]])  # one right, one wrong
+    assert copies.chance(two) == pytest.approx(two * (1 + STEADY) / (2 * three + STEADY))
     copies.take_in([[]])
     assert copies.guesses[0] == []
 

@@ -43,7 +43,7 @@ def read(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) 
 def copied(texts: Sequence[Answered], run: int, most: int) -> dict[str, Any]:
     """What the last `run` tokens tell of the next `most`."""
     steps = tokens = guesses = first_right = right = 0
-    with mock.patch.object(copying, "RUN", run):
+    with mock.patch.object(copying, "RUNS", {run: 0.6}):
         for prompt, answer in texts:
             copies, place = copying.Copies([prompt], most), 0
             while place < len(answer):

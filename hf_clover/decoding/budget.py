@@ -255,11 +255,13 @@ class AutomaticBudget:
             sizes += [size for size in self.sizes if size > drafted][:2]
         self.drafts += 1
         gained = self._gained(self.acceptance.expected(log_probs)[:, :drafted], lengths, sizes[-1])
-        tokens, steps = [gained[size] for size in sizes], self._steps(sizes)
+        forwards, drafts = self._steps(sizes)
+        steps = [forward + draft for forward, draft in zip(forwards, drafts, strict=True)]
         verified = {0, *(nodes - self.replayed for nodes, _, _ in list(costs.forwards))}
         hopes = [HOPE if size <= drafted and size not in verified else 1.0 for size in sizes]
-        rates = [hope * t / s for hope, t, s in zip(hopes, tokens, steps, strict=True)]
-        place = _smallest_good(rates[:within])
+        tokens = [hope * gained[size] for hope, size in zip(hopes, sizes, strict=True)]
+        rates = [t / s for t, s in zip(tokens, steps, strict=True)]
+        place = _smallest_good(rates[:within])  # of so many nodes, had no more been drafted
         costs.chosen = (*costs.chosen, sizes[place])[-LATELY:]
         looks = len(costs.chosen) < LATELY or self.drafts % LOOK_EVERY == 0
         may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > max(rates[:within]))
@@ -267,15 +269,16 @@ class AutomaticBudget:
         self._rest_or_go_on(costs, rates[place] / self.rest_gives, steps[place] - tokens[place] / self.rest_gives)
         if self.drafts % EXPLORE_EVERY == 0:
             up = place == 0 or self.drafts // EXPLORE_EVERY % 2
-            place = min(place + 1, within - 1) if up else place - 1
-        return sizes[place]
+            return sizes[min(place + 1, within - 1) if up else place - 1]
+        paid = drafts[within - 1]  # for all that was drafted, whatever is verified of it
+        return sizes[_smallest_good([t / (forward + paid) for t, forward in zip(tokens[:within], forwards)])]
 
     def _without_heads(self, copies: torch.Tensor, lengths: Sequence[int]) -> tuple[int, float]:
         """How many copied tokens a step without a draft verifies, and the tokens that it promises in a plain step's
         time."""
         sizes = [size for size in self.sizes if size <= copies.shape[1]]
-        gained, steps = self._gained(copies.exp(), lengths), self._steps(sizes, by_heads=False)
-        rates = [gained[size] / step for size, step in zip(sizes, steps, strict=True)]
+        gained, (forwards, _) = self._gained(copies.exp(), lengths), self._steps(sizes, by_heads=False)
+        rates = [gained[size] / forward for size, forward in zip(sizes, forwards, strict=True)]
         place = _smallest_good(rates)
         return sizes[place], rates[place]
 
@@ -288,8 +291,8 @@ class AutomaticBudget:
         gains = (chances.mean(0) + chances[last].mean(0)) / 2  # [N]
         return list(accumulate(_with_more(gains.tolist(), most), initial=1.0))
 
-    def _steps(self, sizes: Sequence[int], by_heads: bool = True) -> list[float]:
-        """Plain steps that a step over each of `sizes` takes, with the draft where it is the heads'."""
+    def _steps(self, sizes: Sequence[int], by_heads: bool = True) -> tuple[list[float], list[float]]:
+        """Plain steps that a forward over each of `sizes` takes, and its draft where it is the heads'."""
         costs, beside_root = self.costs, [size + self.replayed for size in sizes]
         forwards, costs.noise = cost_by_size(costs.in_plain_steps(costs.forwards), beside_root, *self.guess)
         drafts = [0.0] * len(sizes)
@@ -299,7 +302,7 @@ class AutomaticBudget:
         slower = min([1.0, *forwards[1:]])
         if not self.replayed:
             forwards[0] = slower
-        return [(draft + forward) / slower for draft, forward in zip(drafts, forwards, strict=True)]
+        return [forward / slower for forward in forwards], [draft / slower for draft in drafts]
 
     def _rest_or_go_on(self, costs: Costs, advantage: float, lost: float) -> None:
         """`advantage` of this draft over a rest; `lost`: plain steps that it takes longer than a rest for as many

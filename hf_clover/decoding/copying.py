@@ -1,11 +1,11 @@
 """What followed the last few tokens where they stood in the text before, as drafts beside the heads'.
 
-Contract: `Copies` knows the rows' texts on the host, since every walk brings its tokens there. Where the last `RUN`
-tokens of a row stood before, what followed them is a path of drafts, which goes into the heads' tree with the
-probability that such tokens were right so far in this call: the best nodes of both are verified, as many as there were
-to be. Where the heads are not needed, the path is verified by itself. What is copied costs the heads nothing and may
-go on for longer than they draft. Where the run is new to its own text, it is looked up in a `TextMemory`, if the heads
-have one.
+Contract: `Copies` knows the rows' texts on the host, since every walk brings its tokens there. Where the last tokens
+of a row, two or more, stood before, what followed them is a path of drafts, which goes into the heads' tree with the
+probability that such tokens are right, by how many stood before and by how copies did so far in this call: the best
+nodes of both are verified, as many as there were to be. Where the heads are not needed, the path is verified by
+itself. What is copied costs the heads nothing and may go on for longer than they draft. Where the last tokens are new
+to their own text, they are looked up in a `TextMemory`, if the heads have one.
 
 Shapes: B batch, k copied tokens at most.
 """
@@ -14,13 +14,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from itertools import cycle, islice
+from itertools import accumulate, cycle, islice
 
 import torch
 
-RUN = 2  # tokens that must stand in the same order in the row's own text
-RUN_ELSEWHERE = 3  # likewise in another text, where what followed two says less
-HOPE, STEADY = 0.6, 4.0  # chance of the first copied token, and how many tokens that counts for
+RUNS = {2: 0.45, 3: 0.6, 5: 0.8}  # tokens in the same order in the row's own text -> chance of the one copied next
+RUN_ELSEWHERE, HOPE_ELSEWHERE = 3, 0.6  # likewise in another text, where what followed two says too little
+STEADY = 4.0  # tokens that these chances count for, beside those that were right or wrong
 KEEP = 0.95  # of what was right, from step to step
 SURE = 0.98  # at most, of the next copied token
 
@@ -87,39 +87,43 @@ class Copies:
         self.texts: list[list[int]] = [[] for _ in texts]
         self.ends: list[dict[Run, int]] = [{} for _ in texts]  # a run -> where the last one ended
         self.guesses: list[list[int]] = [[] for _ in texts]
-        self.right = self.tried = 0.0
+        self.hopes: list[list[float]] = [[] for _ in texts]  # the chance of each of them, as it is in most texts
+        self.right = self.promised = 0.0
         for row, text in enumerate(texts):
             self._append(row, text)
 
-    @property
-    def chance(self) -> float:
-        """Of a copied token, where those before it were right."""
-        return min((self.right + HOPE * STEADY) / (self.tried + STEADY), SURE)
+    def chance(self, hope: float) -> float:
+        """Of a copied token, where those before it were right: as copies did in this call beside what was hoped."""
+        return min(hope * (self.right + STEADY) / (self.promised + STEADY), SURE)
 
     def take_in(self, new: Sequence[Sequence[int]]) -> None:
         """The tokens that each row was given since."""
-        self.right, self.tried = KEEP * self.right, KEEP * self.tried
+        self.right, self.promised = KEEP * self.right, KEEP * self.promised
         for row, tokens in enumerate(new):
             if tokens:
                 guess = self.guesses[row]
                 right = agreeing(guess, tokens)
                 was_wrong = right < min(len(guess), len(tokens))
-                self.right, self.tried = self.right + right, self.tried + right + was_wrong
+                self.right += right
+                self.promised += sum(self.hopes[row][: right + was_wrong])
                 self._append(row, tokens)
 
     def _append(self, row: int, tokens: Sequence[int]) -> None:
         text, ends = self.texts[row], self.ends[row]
-        start = max(len(text), RUN)
+        start = max(len(text), min(RUNS))
         text.extend(tokens)
         for end in range(start, len(text)):
-            ends[tuple(text[end - RUN : end])] = end
-        end = ends.get(tuple(text[-RUN:]))
-        if end is not None:
+            for run in RUNS:
+                ends[tuple(text[max(end - run, 0) : end])] = end
+        found = max((run for run in RUNS if tuple(text[-run:]) in ends), default=None)
+        if found is not None:
+            end = ends[tuple(text[-found:])]
             self.guesses[row] = list(islice(cycle(text[end : end + self.most]), self.most))  # on into the copy itself
-        elif self.memory is not None:
-            self.guesses[row] = self.memory.after(tuple(text[-RUN_ELSEWHERE:]), self.most)
+            self.hopes[row] = [RUNS[max(run for run in RUNS if run <= found + place)] for place in range(self.most)]
         else:
-            self.guesses[row] = []
+            run = tuple(text[-RUN_ELSEWHERE:])
+            self.guesses[row] = [] if self.memory is None else self.memory.after(run, self.most)
+            self.hopes[row] = [HOPE_ELSEWHERE] * len(self.guesses[row])
 
     def remember(self) -> None:
         """The texts are over: they go into the memory."""
@@ -130,7 +134,8 @@ class Copies:
     def paths(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """What is copied for `rows`: tokens and joint log-probabilities, [B, k] each, -inf from where a path ends."""
         guesses = [self.guesses[row] for row in rows]
-        longest, step = max(map(len, guesses)), math.log(self.chance)
+        longest = max(map(len, guesses))
+        joint = [list(accumulate(math.log(self.chance(hope)) for hope in self.hopes[row])) for row in rows]
         tokens = [[*guess, *[0] * (longest - len(guess))] for guess in guesses]
-        joint = [[(i + 1) * step if i < len(guess) else -math.inf for i in range(longest)] for guess in guesses]
+        joint = [[*each, *[-math.inf] * (longest - len(each))] for each in joint]
         return torch.tensor(tokens), torch.tensor(joint)
