@@ -88,12 +88,14 @@ def precompute_targets(
     )
     with bar:
         for start, end in todo:
-            rows: list[bytes] = []
-            for first in range(start, end, batch_size):
-                samples = [dataset[place] for place in range(first, min(first + batch_size, end))]
-                rows += _states_of(target, samples, collator)
-                bar.update(len(samples))
-            _write_shard(rows, _shard(folder, start, end))
+            rows: dict[int, bytes] = {}
+            # A batch is padded to its longest sample. The longest come first: what does not fit is seen at once.
+            places = sorted(range(start, end), key=lengths.__getitem__, reverse=True)
+            for first in range(0, len(places), batch_size):
+                together = places[first : first + batch_size]
+                rows |= zip(together, _states_of(target, [dataset[place] for place in together], collator), strict=True)
+                bar.update(len(together))
+            _write_shard([rows[place] for place in range(start, end)], _shard(folder, start, end))
     accelerator.wait_for_everyone()
     states = concatenate_datasets([load_from_disk(str(_shard(folder, *shard))) for shard in shards])
     return concatenate_datasets([dataset, states], axis=1)

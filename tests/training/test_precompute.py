@@ -80,10 +80,11 @@ class CountingTeacher:
         if seed:  # a fine-tune: the same lm_head, other layers
             target.model.layers.load_state_dict(make_target(seed=seed).model.layers.state_dict())
         self.heads, self.state_size = self.teacher.heads, self.teacher.state_size
-        self.fails_after, self.samples = fails_after, 0
+        self.fails_after, self.samples, self.positions = fails_after, 0, 0
 
     def hidden_states(self, batch: dict[str, Any]) -> torch.Tensor:
         self.samples += len(batch["input_ids"])
+        self.positions += batch["input_ids"].numel()
         if self.fails_after is not None and self.samples > self.fails_after:
             raise RuntimeError("out of power")
         return self.teacher.hidden_states(batch)
@@ -115,6 +116,17 @@ def test_an_interrupted_pass_goes_on_after_its_last_shard(tmp_path: Path) -> Non
     third = CountingTeacher()
     precompute(tmp_path / "parts", third)
     assert third.samples == 1
+
+
+def test_samples_of_one_length_go_together(tmp_path: Path) -> None:
+    lengths = [16, 3, 15, 4, 16, 3, 15, 4]
+    teacher = CountingTeacher()
+    dataset = precompute(tmp_path, teacher, lengths, shard_bytes=1 << 20)
+    assert teacher.positions == sum(lengths)  # nothing was padded; in their own order it would have been 124
+    for sample in dataset:
+        (alone,) = teacher.hidden_states({"input_ids": torch.tensor([sample["input_ids"]])})
+        stored = torch.frombuffer(bytearray(sample["hidden_states"]), dtype=torch.bfloat16).view(alone.shape)
+        torch.testing.assert_close(stored, alone.bfloat16())
 
 
 def test_what_is_stored_is_the_states_in_bfloat16(tmp_path: Path) -> None:
