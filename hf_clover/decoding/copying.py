@@ -88,6 +88,8 @@ class Copies:
         self.ends: list[dict[Run, int]] = [{} for _ in texts]  # a run -> where the last one ended
         self.guesses: list[list[int]] = [[] for _ in texts]
         self.hopes: list[list[float]] = [[] for _ in texts]  # the chance of each of them, as it is in most texts
+        lengths = range(min(RUNS), max(RUNS) + most)
+        self.chances = [RUNS[max(run for run in RUNS if run <= behind)] for behind in lengths]  # from 2 tokens on
         self.right = self.promised = 0.0
         for row, text in enumerate(texts):
             self._append(row, text)
@@ -115,15 +117,15 @@ class Copies:
         for end in range(start, len(text)):
             for run in RUNS:
                 ends[tuple(text[max(end - run, 0) : end])] = end
-        found = max((run for run in RUNS if tuple(text[-run:]) in ends), default=None)
-        if found is not None:
-            end = ends[tuple(text[-found:])]
-            self.guesses[row] = list(islice(cycle(text[end : end + self.most]), self.most))  # on into the copy itself
-            self.hopes[row] = [RUNS[max(run for run in RUNS if run <= found + place)] for place in range(self.most)]
-        else:
-            run = tuple(text[-RUN_ELSEWHERE:])
-            self.guesses[row] = [] if self.memory is None else self.memory.after(run, self.most)
-            self.hopes[row] = [HOPE_ELSEWHERE] * len(self.guesses[row])
+        for run in sorted(RUNS, reverse=True):
+            end = ends.get(tuple(text[-run:]))
+            if end is not None:
+                self.guesses[row] = list(islice(cycle(text[end : end + self.most]), self.most))  # on into the copy
+                self.hopes[row] = self.chances[run - min(RUNS) :][: self.most]
+                return
+        elsewhere = tuple(text[-RUN_ELSEWHERE:])
+        self.guesses[row] = [] if self.memory is None else self.memory.after(elsewhere, self.most)
+        self.hopes[row] = [HOPE_ELSEWHERE] * len(self.guesses[row])
 
     def remember(self) -> None:
         """The texts are over: they go into the memory."""

@@ -93,8 +93,9 @@ def precompute_targets(
             places = sorted(range(start, end), key=lengths.__getitem__, reverse=True)
             for first in range(0, len(places), batch_size):
                 together = places[first : first + batch_size]
-                rows |= zip(together, _states_of(target, [dataset[place] for place in together], collator), strict=True)
-                bar.update(len(together))
+                samples = [dataset[place] for place in together]
+                rows |= zip(together, _states_of(target, samples, collator), strict=True)
+                bar.update(len(samples))
             _write_shard([rows[place] for place in range(start, end)], _shard(folder, start, end))
     accelerator.wait_for_everyone()
     states = concatenate_datasets([load_from_disk(str(_shard(folder, *shard))) for shard in shards])
