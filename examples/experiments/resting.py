@@ -27,13 +27,14 @@ from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience, Fixed
 from hf_clover.decoding.copying import Copies
 from hf_clover.decoding.costs import SIZES
 from hf_clover.decoding.tree import Tree, root_only, with_path
+from hf_clover.making.from_target import COPIES
 from hf_clover.measure.prompts import load_prompts
 
 DEFAULTS = dict(
     heads=str(STAND_IN / "heads"), questions=None, per_category=1, num_prompts=12, max_new_tokens=32, repeats=10
 )
 TOY = dict(num_prompts=2, max_new_tokens=8, repeats=2)
-DRAFTED, NOISE, COPIES = 23, 0.04, 10  # nodes, of a time in logarithms, tokens copied at once
+DRAFTED, NOISE = 23, 0.04  # nodes, of a time in logarithms
 FIXED = (3, 5, 7)
 # Nodes -> plain steps that a forward over them takes, and a draft of them; between, it grows evenly.
 MACHINES = {

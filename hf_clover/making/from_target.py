@@ -29,7 +29,7 @@ from .scales import embedding_scale, hidden_state_scale
 
 logger = logging.get_logger(__name__)
 
-COPIES = 10  # tokens of the text that new heads with recall put into their drafts where it repeats itself
+COPIES = 15  # tokens of the text that new heads with recall put into their drafts where it repeats itself
 
 
 def heads_from_target(
