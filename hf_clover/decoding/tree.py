@@ -87,13 +87,15 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: 
     below_root = tree.valid.clone()
     below_root[:, 0] = False
     alike = (tree.tokens[:, None] == tokens[..., None]) & below_root[:, None]  # [B, k, n]
-    parents, same = [], []
-    for place in range(count):
+    parents, same = [], torch.zeros_like(alike)
+    levels = min(count, tree.max_depth)  # below them the path is alone
+    for place in range(levels):
         parents.append(at)
-        same.append(alike[:, place] & (tree.parents == at[:, None]))  # [B, n], one node at most
-        node = same[-1].byte().argmax(1)  # 0 for none
+        same[:, place] = alike[:, place] & (tree.parents == at[:, None])  # [B, n], one node at most
+        node = same[:, place].byte().argmax(1)  # 0 for none
         at = torch.where(node > 0, node, size + place)
-    same = torch.stack(same, dim=1)  # [B, k, n]
+    alone = torch.arange(size + levels, size + count, device=tokens.device).expand(len(tokens), -1)
+    parents = torch.cat((torch.stack((*parents, at), dim=1), alone), dim=1)[:, :count]  # [B, k]
     better = log_probs[..., None].masked_fill(~same, -torch.inf).amax(1)  # [B, n]
     joint = torch.maximum(tree.log_probs, better)
     joint[:, 0] = torch.inf  # the root stays first
@@ -112,7 +114,7 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: 
     joint[:, 0] = 0.0
     return Tree(
         tokens=kept(tree.tokens, tokens),
-        parents=number.gather(1, kept(tree.parents, torch.stack(parents, dim=1))) * valid,
+        parents=number.gather(1, kept(tree.parents, parents)) * valid,
         depths=kept(tree.depths, order) * valid,
         log_probs=joint,
         valid=valid,
