@@ -83,19 +83,16 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: 
     -inf from where a row has no path. What both have counts once, with the better of the two."""
     tokens, log_probs = tokens[:, :nodes], log_probs[:, :nodes]  # more of a path cannot be among them
     size, count = tree.size, tokens.shape[1]
-    at = torch.zeros_like(tree.tokens[:, 0])  # [B] the node that the path has reached
     below_root = tree.valid.clone()
     below_root[:, 0] = False
     alike = (tree.tokens[:, None] == tokens[..., None]) & below_root[:, None]  # [B, k, n]
-    parents, same = [], torch.zeros_like(alike)
-    levels = min(count, tree.max_depth)  # below them the path is alone
-    for place in range(levels):
-        parents.append(at)
-        same[:, place] = alike[:, place] & (tree.parents == at[:, None])  # [B, n], one node at most
+    same = torch.zeros_like(alike)  # for each place of the path the node, one at most, that the path goes through
+    parents = torch.arange(size - 1, size + count, device=tokens.device).repeat(len(tokens), 1)  # [B, k + 1]
+    parents[:, 0] = 0
+    for place in range(min(count, tree.max_depth)):  # below that the path is alone
+        same[:, place] = alike[:, place] & (tree.parents == parents[:, place, None])  # [B, n]
         node = same[:, place].byte().argmax(1)  # 0 for none
-        at = torch.where(node > 0, node, size + place)
-    alone = torch.arange(size + levels, size + count, device=tokens.device).expand(len(tokens), -1)
-    parents = torch.cat((torch.stack((*parents, at), dim=1), alone), dim=1)[:, :count]  # [B, k]
+        parents[:, place + 1] = torch.where(node > 0, node, size + place)
     better = log_probs[..., None].masked_fill(~same, -torch.inf).amax(1)  # [B, n]
     joint = torch.maximum(tree.log_probs, better)
     joint[:, 0] = torch.inf  # the root stays first
@@ -114,7 +111,7 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: 
     joint[:, 0] = 0.0
     return Tree(
         tokens=kept(tree.tokens, tokens),
-        parents=number.gather(1, kept(tree.parents, parents)) * valid,
+        parents=number.gather(1, kept(tree.parents, parents[:, :count])) * valid,
         depths=kept(tree.depths, order) * valid,
         log_probs=joint,
         valid=valid,
