@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,7 @@ class Classroom:
             output_dir=str(unfinished),
             max_steps=steps,
             per_device_train_batch_size=self.batch_size,
+            train_sampling_strategy="group_by_length",
             max_length=self.length,
             bf16=on_gpu or self.bf16,
             use_cpu=not on_gpu,
@@ -153,14 +155,18 @@ class Classroom:
             processing_class=self.tokenizer,
         )
         trainer.teacher = _teacher(heads, self.target)
-        states = self._states_for(trainer)
-        trainer.train_dataset = states.select(range(min(len(states), steps * self.batch_size)))
-        reads_layers = isinstance(trainer.teacher, FeatureTeacher)
-        trainer.data_collator = _Collator(trainer.data_collator, self.target.config.hidden_size, reads_layers)
+        trainer.teacher.refresh_draft_vocabulary()
+        if not on_gpu:  # where the target's pass costs less than to read its states
+            trainer.train_dataset = self._states_for(trainer)
+            reads_layers = isinstance(trainer.teacher, FeatureTeacher)
+            trainer.data_collator = _Collator(trainer.data_collator, self.target.config.hidden_size, reads_layers)
+        samples = trainer.train_dataset
+        trainer.train_dataset = samples.select(range(min(len(samples), steps * self.batch_size)))
         trainer.remove_callback(ProgressCallback)
         clock = time.perf_counter if on_gpu else time.process_time
         started = clock()
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(unfinished) if unfinished.exists() else None)
+        with _tensor_cores():
+            trainer.train(resume_from_checkpoint=get_last_checkpoint(unfinished) if unfinished.exists() else None)
         seconds = clock() - started
         if trainer.was_interrupted:
             raise KeyboardInterrupt
@@ -201,6 +207,17 @@ class _Collator(TargetStatesCollator):
 
     def _read(self, data: bytes) -> torch.Tensor:
         return super()._read(data)[:, self.kept]
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """Products of float32 in TF32 where the GPU has it; a CPU goes on as it does."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _teacher(heads: CloverHeads, target: PreTrainedModel) -> Teacher:
@@ -325,19 +342,24 @@ def ask(
     questions: Sequence[tuple[str, list[int]]],
     max_new_tokens: int,
     temperature: float = 0.0,
+    at_once: bool = False,
     **options: Any,
 ) -> Asked:
     """Answers to `questions`, a category and token ids each, greedy or sampled, with the question's number as the
-    seed; `options` are `generate`'s."""
+    seed; with `at_once` those of a category are one batch, category after category. `options` are `generate`'s."""
     found: dict[str, list[Speculation]] = {}
     texts: list[list[int]] = []
     settings = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0, pad_token_id=0)
     if temperature:
         settings |= dict(temperature=temperature, top_k=0, top_p=1.0)
-    for number, (category, prompt) in enumerate(questions):
+    batches = [(category, [prompt]) for category, prompt in questions]
+    if at_once:
+        names = dict.fromkeys(category for category, _ in questions)
+        batches = [(name, [prompt for category, prompt in questions if category == name]) for name in names]
+    for number, (category, prompts) in enumerate(batches):
         set_seed(number)
         with speculations() as records:
-            texts += target.generate(**batch_of([prompt], 0, target.device), **settings, **options).tolist()
+            texts += target.generate(**batch_of(prompts, 0, target.device), **settings, **options).tolist()
         found.setdefault(category, []).extend(records)
 
     def per_forward(records: list[Speculation]) -> float:

@@ -35,6 +35,7 @@ from drafters import (
     EVERY,
     OURS,
     ROW,
+    Asked,
     Classroom,
     Drafter,
     ask,
@@ -127,7 +128,7 @@ class Course:
         self.classroom = Classroom(self.target, self.tokenizer, *sizes, *how)
         if self.questions:
             temperatures = dict.fromkeys(temperature for _, _, temperature in WAYS.values())
-            self.texts = {t: ask(self.target, self.questions, args.max_new_tokens, t).texts for t in temperatures}
+            self.texts = {t: self.ask(t).texts for t in temperatures}
         else:
             self.texts, _ = greedy(self.target, self.prompts, args.max_new_tokens)
         if not self.ledger.find("targets", target=self.name):
@@ -218,7 +219,7 @@ class Course:
         for way, (shape, nodes, temperature) in WAYS.items():
             options = dict(assistant_model=heads, num_assistant_tokens=nodes)
             with mock.patch.object(heads.config, "draft_tree", shape or heads.config.draft_tree):
-                asked = ask(self.target, self.questions, self.args.max_new_tokens, temperature, **options)
+                asked = self.ask(temperature, **options)
             per_forward[way], accepted[way] = asked.tokens_per_forward, asked.accepted
             for category, worth in asked.by_category.items():
                 by_category[category][way] = worth
@@ -229,6 +230,11 @@ class Course:
             "accepted_by_position": {way: of for way, of in accepted.items() if way.startswith("chain")},
             "identical": identical,
         }
+
+    def ask(self, temperature: float, **options: Any) -> Asked:
+        """A GPU answers the questions of a category at once."""
+        at_once = self.target.device.type == "cuda"
+        return ask(self.target, self.questions, self.args.max_new_tokens, temperature, at_once, **options)
 
     # ------------------------------------------------------------------ times
 
