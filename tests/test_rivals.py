@@ -370,6 +370,16 @@ def test_hydra_sees_every_token_since():
 # ---------------------------------------------------------------------- the door
 
 
+def test_no_graphs_where_a_device_has_them(monkeypatch):
+    """They are of the library's network: what a rival reads has another width."""
+    monkeypatch.setattr(heads_run, "pays", lambda *args: pytest.fail("asked whether graphs pay"))
+    target, heads = zoo.build("llama"), fresh(Eagle3)
+    prompts = torch.tensor([[3, 4, 5, 6]])
+    with admitted():
+        out = target.generate(prompts, max_new_tokens=8, assistant_model=heads, num_assistant_tokens=8)
+    assert out.tolist() == target.generate(prompts, max_new_tokens=8).tolist()
+
+
 def test_heads_of_the_library_pass_unchanged():
     target = zoo.build("llama")
     heads = CloverHeads.from_target(target)

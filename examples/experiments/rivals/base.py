@@ -70,6 +70,7 @@ def admitted() -> Iterator[None]:
                 "only. Leave it at None."
             )
         with (
+            mock.patch.object(heads_run, "pays", return_value=False),  # graphs of drafts are the library's heads' own
             mock.patch.object(heads_run, "CloverCandidateGenerator", heads.generator),
             mock.patch.object(loop, "TargetRun", heads.run),
         ):
