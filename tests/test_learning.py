@@ -125,13 +125,34 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
     course.prepare()
     of_each = {}
     for name in ("clover-2", "medusa", "eagle-1", "eagle-3", "dflash", "dspark", "hydra++"):
-        course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
+        trained = course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
+        assert not trained.heads.training  # EAGLE-1 puts noise on features in training, and only there
         of_each[name] = seen[:]
         seen.clear()
     assert len({json.dumps(batches) for batches in of_each.values()}) == 1
     course.classroom.train(learning.DRAFTERS["medusa"], 128, 4, {"learning_rate": 1e-3})
     assert seen[:4] != of_each["medusa"]  # another seed, another order
     assert sorted(seen[:4]) == sorted(of_each["medusa"])
+
+
+@pytest.mark.parametrize("name", ["clover-x", "eagle-3", "dspark"])
+def test_states_on_disk_or_the_target_in_the_loop(name, learning, folder):
+    """The second is what a GPU does: the same heads."""
+    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
+    course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+    course.prepare()
+    weights = []
+    for course.classroom.keeps_states in (True, False):
+        trained = course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
+        weights.append({key: value.clone() for key, value in trained.heads.state_dict().items()})
+    fresh = learning.DRAFTERS[name].make(course.target).state_dict()
+    assert any(
+        (fresh[key] - value).abs().max() > 1e-3 for key, value in weights[0].items() if value.dtype.is_floating_point
+    )
+    for key, value in weights[0].items():
+        torch.testing.assert_close(
+            weights[1][key], value, atol=2e-3, rtol=2e-2, msg=lambda said, key=key: f"{key}: {said}"
+        )
 
 
 def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path, monkeypatch):
@@ -216,6 +237,12 @@ def test_what_answers_are_worth_by_hand(drafters):
     assert depths[1] > 0
     assert asked.accepted == pytest.approx([depths[i + 1] / depths[i] for i in range(len(asked.accepted))])
     assert asked.texts == [drafters.greedy(target, [prompt], 20)[0][0] for _, prompt in questions]
+
+    at_once = drafters.ask(target, questions, 20, at_once=True, assistant_model=heads, num_assistant_tokens=4)
+    batches = [drafters.greedy(target, prompts, 20)[0] for prompts in ([[7, 8], [12]], [[9, 10, 11]])]
+    assert at_once.texts == [text for batch in batches for text in batch]
+    assert set(at_once.by_category) == {"a", "b"}
+    assert at_once.tokens_per_forward > 1
 
 
 def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ class Trained:
 
 
 class Classroom:
-    """A target and what it wrote, with its hidden states on disk: made once, read by every run."""
+    """A target and what it wrote. Off a GPU its hidden states are on disk: made once, read by every run."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class Classroom:
         self.length, self.batch_size = length, batch_size
         self.draft_vocab_size, self.save_steps, self.bf16 = draft_vocab_size, save_steps, bf16
         self.rows = min(self.steps_for(most_tokens) * batch_size, len(data.train))
+        self.keeps_states = target.device.type != "cuda"  # where its pass costs less than to read its states
         self._states: Dataset | None = None
 
     def steps_for(self, tokens: int) -> int:
@@ -156,7 +157,7 @@ class Classroom:
         )
         trainer.teacher = _teacher(heads, self.target)
         trainer.teacher.refresh_draft_vocabulary()
-        if not on_gpu:  # where the target's pass costs less than to read its states
+        if self.keeps_states:
             trainer.train_dataset = self._states_for(trainer)
             reads_layers = isinstance(trainer.teacher, FeatureTeacher)
             trainer.data_collator = _Collator(trainer.data_collator, self.target.config.hidden_size, reads_layers)
@@ -171,7 +172,8 @@ class Classroom:
         if trainer.was_interrupted:
             raise KeyboardInterrupt
         shutil.rmtree(unfinished, ignore_errors=True)
-        return Trained(trainer.heads.eval(), steps, seconds, training_memory(trainer))
+        memory = training_memory(trainer)
+        return Trained(trainer.heads.eval(), steps, seconds, memory)
 
     def _states_for(self, trainer: CloverTrainer) -> Dataset:
         """The samples with the states of all layers that any drafter reads: one pass of the target for all runs."""
