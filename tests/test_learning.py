@@ -243,6 +243,8 @@ def test_what_answers_are_worth_by_hand(drafters):
     assert at_once.texts == [text for batch in batches for text in batch]
     assert set(at_once.by_category) == {"a", "b"}
     assert at_once.tokens_per_forward > 1
+    assert at_once.accepted[0] == pytest.approx(asked.accepted[0], abs=0.1)
+    assert max(at_once.accepted) <= 1
 
 
 def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):

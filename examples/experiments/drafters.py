@@ -351,6 +351,7 @@ def ask(
     seed; with `at_once` those of a category are one batch, category after category. `options` are `generate`'s."""
     found: dict[str, list[Speculation]] = {}
     texts: list[list[int]] = []
+    trees = 0.0  # row by row
     settings = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0, pad_token_id=0)
     if temperature:
         settings |= dict(temperature=temperature, top_k=0, top_p=1.0)
@@ -363,12 +364,15 @@ def ask(
         with speculations() as records:
             texts += target.generate(**batch_of(prompts, 0, target.device), **settings, **options).tolist()
         found.setdefault(category, []).extend(records)
+        for one in records:
+            after_prompts = one.row_forwards - len(prompts)
+            trees += after_prompts * sum(size > 0 for size in one.tree_sizes) / max(len(one.tree_sizes), 1)
 
     def per_forward(records: list[Speculation]) -> float:
         return sum(one.new_tokens for one in records) / max(sum(one.row_forwards for one in records), 1)
 
     every = [one for records in found.values() for one in records]
-    depths = [sum(size > 0 for one in every for size in one.tree_sizes)]  # trees
+    depths = [trees]
     for counts in itertools.zip_longest(*(one.accepted_by_depth for one in every), fillvalue=0):
         depths.append(sum(counts))
     accepted = [later / max(earlier, 1) for earlier, later in itertools.pairwise(depths)]
