@@ -156,12 +156,10 @@ class Classroom:
             processing_class=self.tokenizer,
         )
         trainer.teacher = _teacher(heads, self.target)
-        trainer.teacher.refresh_draft_vocabulary()
+        samples = self._states_for(trainer) if self.keeps_states else trainer.train_dataset
         if self.keeps_states:
-            trainer.train_dataset = self._states_for(trainer)
             reads_layers = isinstance(trainer.teacher, FeatureTeacher)
             trainer.data_collator = _Collator(trainer.data_collator, self.target.config.hidden_size, reads_layers)
-        samples = trainer.train_dataset
         trainer.train_dataset = samples.select(range(min(len(samples), steps * self.batch_size)))
         trainer.remove_callback(ProgressCallback)
         clock = time.perf_counter if on_gpu else time.process_time
@@ -347,32 +345,27 @@ def ask(
     at_once: bool = False,
     **options: Any,
 ) -> Asked:
-    """Answers to `questions`, a category and token ids each, greedy or sampled, with the question's number as the
-    seed; with `at_once` those of a category are one batch, category after category. `options` are `generate`'s."""
+    """Answers to `questions`, a category and token ids each, greedy or sampled, with the batch's number as the seed: a
+    batch is one question, or with `at_once` all of a category. `options` are `generate`'s."""
     found: dict[str, list[Speculation]] = {}
     texts: list[list[int]] = []
-    trees = 0.0  # row by row
     settings = dict(max_new_tokens=max_new_tokens, do_sample=temperature > 0, pad_token_id=0)
     if temperature:
         settings |= dict(temperature=temperature, top_k=0, top_p=1.0)
-    batches = [(category, [prompt]) for category, prompt in questions]
-    if at_once:
-        names = dict.fromkeys(category for category, _ in questions)
-        batches = [(name, [prompt for category, prompt in questions if category == name]) for name in names]
-    for number, (category, prompts) in enumerate(batches):
+    batches: dict[tuple[str, int], list[list[int]]] = {}
+    for number, (category, prompt) in enumerate(questions):
+        batches.setdefault((category, 0 if at_once else number), []).append(prompt)
+    for number, ((category, _), prompts) in enumerate(batches.items()):
         set_seed(number)
         with speculations() as records:
             texts += target.generate(**batch_of(prompts, 0, target.device), **settings, **options).tolist()
         found.setdefault(category, []).extend(records)
-        for one in records:
-            after_prompts = one.row_forwards - len(prompts)
-            trees += after_prompts * sum(size > 0 for size in one.tree_sizes) / max(len(one.tree_sizes), 1)
 
     def per_forward(records: list[Speculation]) -> float:
         return sum(one.new_tokens for one in records) / max(sum(one.row_forwards for one in records), 1)
 
     every = [one for records in found.values() for one in records]
-    depths = [trees]
+    depths = [sum(one.row_forwards for one in every) - len(texts)]  # trees: the prompt has none
     for counts in itertools.zip_longest(*(one.accepted_by_depth for one in every), fillvalue=0):
         depths.append(sum(counts))
     accepted = [later / max(earlier, 1) for earlier, later in itertools.pairwise(depths)]
