@@ -162,15 +162,14 @@ class Run:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 outputs = heads(hidden[:, :-1], ids[:, 1:], position_ids=positions[:, :-1]).head_outputs
             terms = LossTerms(
-                draft_score=heads.score,
-                target_score=teacher.score,
-                vocab_size=config.vocab_size,
+                score=heads.score,
+                vocab_size=config.draft_vocab_size or config.vocab_size,
                 token_loss=config.loss_type,
                 hidden_weight=config.hidden_loss_weight if config.loss_type == "clover-2" else 0.0,
                 token_weight=config.token_loss_weight,
-                draft_ids=heads.draft_ids if config.draft_vocab_size is not None else None,
             )
-            sums, ranks = head_losses(outputs.float(), final, mask, terms)  # [K], [K, B, L - 1]
+            draftable = teacher.draftable(ids)  # [B, L]
+            sums, ranks = head_losses(outputs.float(), final, mask, terms, draftable)  # [K], [K, B, L - 1]
         loss = weighted_loss(sums, counts, config.loss_decay)
         return loss, sums, counts, count_hits(ranks, mask), (batch["labels"] != -100).sum()
 

@@ -1,16 +1,17 @@
 """What the heads are trained on: masks, losses and hits, as functions of tensors.
 
-Contract: `head_losses` charges each head for every position of a batch and never holds more than a chunk of
+Contract: `head_losses` charges each head for the positions of a batch and never holds more than a chunk of
 `[positions, vocabulary]` in memory, whatever the vocabulary: the target's distribution of a chunk is made once for all
-heads, and a chunk's gradient is taken while its logits are there, because the lm_head behind them is frozen.
-`tests/training/test_losses.py` says the same in a few plain lines and compares the two in value and gradient.
+heads, and a chunk's gradient is taken while its logits are there, because the lm_head behind them is frozen. Only what
+may be drafted is scored, for the target as for the heads. `tests/training/test_losses.py` says the same in a few plain
+lines and compares the two in value and gradient.
 
 Alignment, everywhere: the batch has tokens x[0..T]; the heads see positions t = 0..T-1 (the target's state at t and
 the token x[t+1]). Head i at t predicts x[t+2+i], so it is compared with what the target says at position t+1+i.
 
-This module does not know models, trainers, datasets or devices: scoring functions are passed in.
+This module does not know models, trainers, datasets or devices: the scoring function is passed in.
 
-Shapes: B batch, T positions, d hidden size, K heads, V vocabulary, D draft vocabulary (V where there is none).
+Shapes: B batch, T positions, d hidden size, K heads, V vocabulary, D ids that may be drafted (V where all may).
 """
 
 from collections.abc import Callable, Iterator
@@ -28,9 +29,7 @@ Score = Callable[[torch.Tensor], torch.Tensor]
 
 
 # ------------------------------------------------------------------------------------------------ token losses
-# Each takes a head's log-probabilities [..., D] and the target's probabilities of the same ids [..., D], which sum to
-# less than 1 where a draft vocabulary leaves ids out. What is left out cannot be drafted, so it cannot be accepted
-# whatever the head says: a position counts as much as the target's mass inside the draft vocabulary.
+# Each takes a head's log-probabilities [..., D] and the target's probabilities of the same ids [..., D].
 
 
 def soft_cross_entropy(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,7 @@ def soft_cross_entropy(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 def kl_divergence(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Soft cross-entropy less its own minimum: the same gradient, and zero when nothing is left to learn."""
-    return (torch.xlogy(p, p) - p * log_q).sum(-1) - torch.xlogy(p.sum(-1), p.sum(-1))
+    return (torch.xlogy(p, p) - p * log_q).sum(-1)
 
 
 def acceptance(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -47,10 +46,7 @@ def acceptance(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
     The log makes the chances of a chain of tokens add up, and keeps the gradient alive where there is little overlap.
     """
-    reachable = p.sum(-1)  # [...]
-    smallest = torch.finfo(p.dtype).tiny
-    overlap = torch.minimum(log_q.exp(), p).sum(-1)  # [...]
-    return -reachable * (overlap.clamp(min=smallest).log() - reachable.clamp(min=smallest).log())
+    return -torch.minimum(log_q.exp(), p).sum(-1).clamp(min=torch.finfo(p.dtype).tiny).log()
 
 
 TOKEN_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -59,6 +55,7 @@ TOKEN_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "kl": kl_divergence,
     "acceptance": acceptance,
 }
+OF_THE_PAPERS = ("clover-2", "clover")  # charge every head everywhere; the others only where a draft would come to it
 
 
 # ------------------------------------------------------------------------------------------------ masks
@@ -120,20 +117,15 @@ def fed_tokens_mask(inside: torch.Tensor, num_heads: int) -> torch.Tensor:
 class LossTerms:
     """One position of one head costs `hidden_weight * SmoothL1 + token_weight * TOKEN_LOSSES[token_loss]`.
 
-    `draft_score` gives the heads' logits [..., D], `target_score` the target's [..., V]; `draft_ids` [D] are the ids
-    of the first among those of the second, None where D = V.
+    `score` gives logits of the `vocab_size` ids that may be drafted [..., D]: of the heads, and of the target, whose
+    probabilities are those among these ids.
     """
 
-    draft_score: Score
-    target_score: Score
+    score: Score
     vocab_size: int
     token_loss: str = "clover-2"
     hidden_weight: float = 10.0
     token_weight: float = 1.0
-    draft_ids: torch.Tensor | None = None
-
-    def draftable(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores if self.draft_ids is None else scores[..., self.draft_ids]
 
 
 def head_losses(
@@ -141,22 +133,29 @@ def head_losses(
     target_states: torch.Tensor,
     mask: torch.Tensor,
     terms: LossTerms,
+    draftable: torch.Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each head's loss summed over its positions, and where its guesses stood.
+
+    A position costs nothing where the text goes on with a token that cannot be drafted. With `kl` and `acceptance` it
+    costs head i only where each head before it had the target's choice among its five best: elsewhere no draft comes
+    to head i, so there is nothing to learn, and in training nothing is computed.
 
     Args:
         head_outputs: [K, B, T, d], what each head feeds into lm_head.
         target_states: [B, T+1, d], what the target feeds into it (its hidden states after the final norm).
         mask: [K, B, T], from `prediction_mask`.
         terms: what a position costs.
+        draftable: [B, T+1], whether x[t] may be drafted; None: every token may.
         chunk_elements: logits in one chunk.
 
     Returns:
-        sums [K], differentiable in `head_outputs`, and ranks [K, B, T]: the place of the target's own choice in the
-        head's order, 0 for a hit, `MISSED` from place 5 on (or outside the draft vocabulary).
+        sums [K], differentiable in `head_outputs`, and ranks [K, B, T]: the place of the target's choice in the head's
+        order, 0 for a hit, `MISSED` from place 5 on, where the text's token cannot be drafted, and in training where
+        the head was not asked.
     """
-    return _HeadLosses.apply(head_outputs, target_states, mask, terms, chunk_elements)
+    return _HeadLosses.apply(head_outputs, target_states, mask, terms, draftable, chunk_elements)
 
 
 class _HeadLosses(torch.autograd.Function):
@@ -167,6 +166,7 @@ class _HeadLosses(torch.autograd.Function):
         target_states: torch.Tensor,
         mask: torch.Tensor,
         terms: LossTerms,
+        draftable: torch.Tensor | None,
         chunk_elements: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_heads, batch, length, size = head_outputs.shape
@@ -182,21 +182,28 @@ class _HeadLosses(torch.autograd.Function):
         grads = torch.zeros_like(outputs) if needs_grad else None
 
         for rows in _chunks(weights.any(0).nonzero().squeeze(-1), terms.vocab_size, chunk_elements):  # [C] each
-            own_states = states[rows]  # [C, d]
-            p, choice = _target_side(own_states, terms)  # [C, D], [C]
+            p, choice = _target_side(states[rows], terms)  # [C, D], [C]
+            can_be_drafted = rows >= 0 if draftable is None else draftable.flatten()[rows + 1]  # [C]
             for head in range(num_heads):
-                counted = weights[head, rows]  # [C]
-                position = rows % (length + 1) - 1 - head  # t, negative where this head has no such position
-                source = rows // (length + 1) * length + position.clamp(min=0)  # [C]
+                counted = weights[head, rows].nonzero().squeeze(-1)  # [N] of [C]
+                position = rows[counted] % (length + 1) - 1 - head  # [N], t
+                source = rows[counted] // (length + 1) * length + position  # [N]
+                asked = can_be_drafted[counted]  # [N]
+                if terms.token_loss not in OF_THE_PAPERS:
+                    asked = asked & (ranks[:head, source] < MISSED).all(0)
+                ranks[head, source] = MISSED
+                if needs_grad:  # where it is not asked, nothing is computed
+                    counted, source, asked = counted[asked], source[asked], asked[asked]
                 with torch.set_grad_enabled(needs_grad):
-                    x = outputs[head, source].requires_grad_(needs_grad)  # [C, d]
-                    logits = terms.draft_score(x).float()  # [C, D]
-                    total = torch.where(counted, _row_losses(x, logits, own_states, p, terms), 0).sum()
+                    x = outputs[head, source].requires_grad_(needs_grad)  # [N, d]
+                    logits = terms.score(x).float()  # [N, D]
+                    losses = _row_losses(x, logits, states[rows[counted]], p[counted], terms)  # [N]
+                    total = torch.where(asked, losses, 0).sum()
                 if needs_grad:
-                    (grad,) = torch.autograd.grad(total, x)
-                    grads[head].index_add_(0, source, grad)
+                    (grads[head, source],) = torch.autograd.grad(total, x)
                 sums[head] += total.detach()
-                ranks[head].index_add_(0, source, torch.where(counted, _rank(logits.detach(), choice), 0))
+                rank = _rank(logits.detach(), choice[counted])  # [N]
+                ranks[head, source] = torch.where(can_be_drafted[counted], rank, MISSED)
 
         ctx.save_for_backward(grads)
         ctx.shape = head_outputs.shape
@@ -207,7 +214,7 @@ class _HeadLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grads,) = ctx.saved_tensors
-        return (grads * grad_sums.to(grads.dtype)[:, None, None]).view(ctx.shape), None, None, None, None
+        return (grads * grad_sums.to(grads.dtype)[:, None, None]).view(ctx.shape), None, None, None, None, None
 
 
 def _chunks(rows: torch.Tensor, vocab_size: int, chunk_elements: int) -> Iterator[torch.Tensor]:
@@ -215,12 +222,9 @@ def _chunks(rows: torch.Tensor, vocab_size: int, chunk_elements: int) -> Iterato
 
 
 def _target_side(states: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C, d] -> the target's probabilities of the draft ids [C, D], and its choice among them [C] (-1: not there)."""
-    logits = terms.target_score(states)  # [C, V]
-    best = logits.amax(-1)  # [C]
-    best_draftable, choice = terms.draftable(logits).max(-1)  # [C], [C]
-    p = terms.draftable(logits.softmax(-1, dtype=torch.float32))  # [C, D]
-    return p, torch.where(best_draftable == best, choice, -1)
+    """[C, d] -> the target's probabilities of the ids [C, D], and its choice among them [C]."""
+    logits = terms.score(states)  # [C, D]
+    return logits.softmax(-1, dtype=torch.float32), logits.argmax(-1)
 
 
 def _row_losses(
@@ -233,10 +237,9 @@ def _row_losses(
 
 
 def _rank(logits: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    """logits [C, D], choice [C] -> [C]: how many ids the head prefers to the target's choice, at most `MISSED`."""
-    own = logits.gather(-1, choice.clamp(min=0)[:, None])  # [C, 1]
-    better = (logits > own).sum(-1).clamp(max=MISSED)  # [C]
-    return torch.where(choice < 0, MISSED, better).to(torch.int32)
+    """logits [N, D], choice [N] -> [N]: how many ids the head prefers to the target's choice, at most `MISSED`."""
+    own = logits.gather(-1, choice[:, None])  # [N, 1]
+    return (logits > own).sum(-1).clamp(max=MISSED).to(torch.int32)
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, decay: float) -> torch.Tensor:
@@ -273,6 +276,7 @@ def count_hits(ranks: torch.Tensor, mask: torch.Tensor) -> HitCounts:
 
 
 __all__ = [
+    "MISSED",
     "TOKEN_LOSSES",
     "TOP_K",
     "HitCounts",

@@ -91,6 +91,11 @@ class Teacher:
         if self.heads.config.draft_vocab_size is not None:
             self.heads.borrowed.draft_rows = gather_rows(self.heads.borrowed.lm_head, self.heads.draft_ids)
 
+    def draftable(self, input_ids: torch.Tensor) -> torch.Tensor | None:
+        """[...] -> [...], whether the heads can draft these tokens; None where they can draft any."""
+        has_all = self.heads.config.draft_vocab_size is None
+        return None if has_all else torch.isin(input_ids, self.heads.draft_ids)
+
     @property
     def vocab_size(self) -> int:
         return self.heads.config.vocab_size

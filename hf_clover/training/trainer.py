@@ -237,13 +237,11 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         args, config = self.args, self.heads.config
         has_hidden_term = args.loss_type == "clover-2" or args.hidden_loss_weight is not None
         return LossTerms(
-            draft_score=self.heads.score,
-            target_score=self.teacher.score,
-            vocab_size=config.vocab_size,
+            score=self.heads.score,
+            vocab_size=config.draft_vocab_size or config.vocab_size,
             token_loss=args.loss_type,
             hidden_weight=config.hidden_loss_weight if has_hidden_term else 0.0,
             token_weight=config.token_loss_weight,
-            draft_ids=self.heads.draft_ids if config.draft_vocab_size is not None else None,
         )
 
     def _computing(self) -> torch.autocast:
@@ -323,7 +321,9 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 position_ids=None if position_ids is None else position_ids[:, :-1],
             )
         with self._computing():
-            sums, ranks = head_losses(outputs.head_outputs, final_states, mask, self._loss_terms)  # [K], [K, B, T]
+            sums, ranks = head_losses(  # [K], [K, B, T]
+                outputs.head_outputs, final_states, mask, self._loss_terms, self.teacher.draftable(input_ids)
+            )
         loss = weighted_loss(sums, counts if num_items_in_batch is None else num_items_in_batch, config.loss_decay)
         if not torch.isfinite(loss):
             self._raise_not_finite(sums, hidden_states)

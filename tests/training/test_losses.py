@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from hf_clover.training.losses import (
+    MISSED,
     TOKEN_LOSSES,
     LossTerms,
     count_hits,
@@ -21,25 +22,35 @@ DRAFT_IDS = torch.tensor([0, 3, 4, 7, 8, 11, 20])
 
 
 def eager_head_losses(
-    head_outputs: torch.Tensor, target_states: torch.Tensor, mask: torch.Tensor, terms: LossTerms
+    head_outputs: torch.Tensor,
+    target_states: torch.Tensor,
+    mask: torch.Tensor,
+    terms: LossTerms,
+    draftable: torch.Tensor | None,
 ) -> torch.Tensor:
     """`head_losses`' sums, with every logit in memory at once."""
     length, sums = head_outputs.shape[2], []
-    target = terms.target_score(target_states).float().softmax(-1)  # [B, T + 1, V]
+    reached = torch.ones(BATCH, length, dtype=torch.bool)  # whether a draft comes so far
+    target = terms.score(target_states).float()  # [B, T + 1, D]
     for head, outputs in enumerate(head_outputs):
         x, n = outputs[:, : length - head], target_states[:, head + 1 :]  # [B, T - head, d] both
-        log_q = F.log_softmax(terms.draft_score(x).float(), dim=-1)  # [B, T - head, D]
-        p = terms.draftable(target[:, head + 1 :])  # [B, T - head, D]
-        reachable = p.sum(-1, keepdim=True)  # [B, T - head, 1]
+        logits, theirs = terms.score(x).float(), target[:, head + 1 :]  # [B, T - head, D] both
+        log_q, p = F.log_softmax(logits, dim=-1), F.softmax(theirs, dim=-1)
         if terms.token_loss == "kl":
-            loss = reachable[..., 0] * F.kl_div(log_q, p / reachable, reduction="none").sum(-1)
+            loss = F.kl_div(log_q, p, reduction="none").sum(-1)
         elif terms.token_loss == "acceptance":
-            loss = -reachable[..., 0] * (torch.minimum(log_q.exp(), p) / reachable).sum(-1).log()
+            loss = -torch.minimum(log_q.exp(), p).sum(-1).log()
         else:
             loss = -torch.einsum("btd,btd->bt", p, log_q)
         hidden = F.smooth_l1_loss(x.float(), n.float(), reduction="none").mean(-1)  # [B, T - head]
         loss = terms.token_weight * loss + terms.hidden_weight * hidden
-        sums.append(loss[mask[head, :, : length - head]].sum())
+        counted = mask[head, :, : length - head]  # [B, T - head]
+        asked = counted if draftable is None else counted & F.pad(draftable[:, head + 2 :], (0, 1))
+        if terms.token_loss in ("kl", "acceptance"):
+            asked = asked & reached[:, : length - head]
+        sums.append(loss[asked].sum())
+        among_five = (logits.topk(5).indices == theirs.argmax(-1, keepdim=True)).any(-1)  # [B, T - head]
+        reached[:, : length - head] &= ~counted | (asked & among_five)
     return torch.stack(sums)
 
 
@@ -61,20 +72,15 @@ MASKS = {
 def make_case(
     token_loss: str, draft: bool, dtype: torch.dtype, cap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, LossTerms]:
-    weight = torch.randn(VOCAB, SIZE).to(dtype)
-    draft_weight = weight[DRAFT_IDS] if draft else weight
+    """Outputs, states and terms: over all ids, or over so few of them as a draft vocabulary has."""
+    weight = torch.randn(len(DRAFT_IDS) if draft else VOCAB, SIZE).to(dtype)
 
-    def capped(logits: torch.Tensor) -> torch.Tensor:
+    def score(x: torch.Tensor) -> torch.Tensor:
+        logits = x @ weight.T
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    terms = LossTerms(
-        draft_score=lambda x: capped(x @ draft_weight.T),
-        target_score=lambda x: capped(x @ weight.T),
-        vocab_size=VOCAB,
-        token_loss=token_loss,
-        hidden_weight=10.0 if token_loss == "clover-2" else 0.0,
-        draft_ids=DRAFT_IDS if draft else None,
-    )
+    hidden_weight = 10.0 if token_loss == "clover-2" else 0.0
+    terms = LossTerms(score, len(weight), token_loss, hidden_weight)
     outputs = torch.randn(HEADS, BATCH, LENGTH, SIZE).to(dtype).requires_grad_()
     return outputs, torch.randn(BATCH, LENGTH + 1, SIZE).to(dtype), terms
 
@@ -86,11 +92,11 @@ def make_case(
 @pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
 def test_chunked_equals_eager(token_loss: str, mask: str, draft: bool, dtype: torch.dtype, cap: float | None) -> None:
     outputs, states, terms = make_case(token_loss, draft, dtype, cap)
-    counted = MASKS[mask]()
+    counted, draftable = MASKS[mask](), torch.rand(BATCH, LENGTH + 1) < 0.7 if draft else None
 
-    sums, _ = head_losses(outputs, states, counted, terms, chunk_elements=3 * VOCAB)
+    sums, _ = head_losses(outputs, states, counted, terms, draftable, chunk_elements=3 * terms.vocab_size)
     (grad,) = torch.autograd.grad(weighted_loss(sums, counted.sum((1, 2)), 0.7), outputs)
-    reference = eager_head_losses(outputs, states, counted, terms)
+    reference = eager_head_losses(outputs, states, counted, terms, draftable)
     (reference_grad,) = torch.autograd.grad(weighted_loss(reference, counted.sum((1, 2)), 0.7), outputs)
 
     # Both compute the loss in float32 from the same logits; only the order of additions differs.
@@ -107,42 +113,48 @@ def test_chunked_equals_eager(token_loss: str, mask: str, draft: bool, dtype: to
 
 
 @pytest.mark.parametrize("token_loss", ["kl", "acceptance"])
-@pytest.mark.parametrize("draft", [False, True], ids=["all ids", "draft ids"])
-def test_a_perfect_head_has_no_loss_left(token_loss: str, draft: bool) -> None:
-    _, states, terms = make_case(token_loss, draft, torch.float32, None)
+def test_a_perfect_head_has_no_loss_left(token_loss: str) -> None:
+    _, states, terms = make_case(token_loss, False, torch.float32, None)
     perfect = torch.zeros(HEADS, BATCH, LENGTH, SIZE)
     for head in range(HEADS):
         perfect[head, :, : LENGTH - head] = states[:, head + 1 :]
     sums, ranks = head_losses(perfect, states, MASKS["all"](), terms)
     assert sums.abs().max() < 1e-4
-    in_draft = torch.isin(terms.target_score(states).argmax(-1), DRAFT_IDS) if draft else torch.ones(BATCH, LENGTH + 1)
-    for head in range(HEADS):
-        counted = MASKS["all"]()[head]
-        choice_is_there = in_draft[:, head + 1 :].bool()
-        hit = ranks[head, :, : LENGTH - head] == 0
-        assert (hit == choice_is_there)[counted[:, : LENGTH - head]].all()
+    assert (ranks == 0).all()
 
 
-def test_draft_vocabulary_counts_a_position_by_the_mass_it_can_reach() -> None:
-    """Where the target's mass lies outside, nothing can be accepted, so nothing should be learned."""
-    weight = torch.zeros(VOCAB, SIZE)
-    weight[1, 0] = 50.0  # id 1 is outside the draft vocabulary
-    states = torch.zeros(1, 3, SIZE)
-    states[:, 1, 0] = 1.0  # all mass on id 1
-    states[:, 2, 0] = -1.0  # spread over the others
-    terms = LossTerms(
-        draft_score=lambda x: x @ torch.ones(SIZE, len(DRAFT_IDS)),
-        target_score=lambda x: x @ weight.T,
-        vocab_size=VOCAB,
-        token_loss="clover",
-        hidden_weight=0.0,
-        draft_ids=DRAFT_IDS,
-    )
-    outputs = torch.randn(1, 1, 2, SIZE)
-    outside, _ = head_losses(outputs, states, torch.tensor([[[True, False]]]), terms)
-    inside, _ = head_losses(outputs, states, torch.tensor([[[False, True]]]), terms)
-    assert outside.item() < 1e-12
-    assert inside.item() > 0.1
+@pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
+def test_nothing_is_learned_where_the_text_goes_on_with_what_cannot_be_drafted(token_loss: str) -> None:
+    outputs, states, terms = make_case(token_loss, True, torch.float32, None)
+    draftable = torch.ones(BATCH, LENGTH + 1, dtype=torch.bool)
+    draftable[:, 4] = False
+    sums, ranks = head_losses(outputs, states, MASKS["all"](), terms, draftable)
+    (grad,) = torch.autograd.grad(sums.sum(), outputs)
+    for head in range(HEADS):  # of which head i at t says x[t + 2 + i]
+        place = 4 - 2 - head
+        assert (ranks[head, :, place] == MISSED).all()
+        assert grad[head, :, place].abs().sum() == 0
+    assert grad[0, :, 3].abs().sum() > 0
+
+
+@pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
+def test_our_losses_ask_a_head_where_a_draft_would_come_to_it(token_loss: str) -> None:
+    outputs, states, terms = make_case(token_loss, False, torch.float32, None)
+    with torch.no_grad():
+        outputs[0, :, :5] = states[:, 1:6]  # head 0 is right there,
+        outputs[0, :, 5:] = -states[:, 6:]  # and has the target's choice last from there on;
+        outputs[1, :, :8] = states[:, 2:] / 2  # head 1 is right everywhere, and not sure enough
+    mask = MASKS["all"]()
+    sums, ranks = head_losses(outputs, states, mask, terms)
+    (grad,) = torch.autograd.grad(sums.sum(), outputs)
+    assert grad[1, :, :5].abs().sum(-1).gt(0).all()
+    is_everywhere = token_loss.startswith("clover")
+    assert (grad[1, :, 5:].abs().sum() > 0) == is_everywhere
+    evaluated, found = head_losses(outputs.detach(), states, mask, terms)
+    torch.testing.assert_close(evaluated, sums.detach())
+    assert torch.equal(found[1, :, :5], ranks[1, :, :5])
+    assert is_everywhere or (ranks[1, :, 5:][mask[1, :, 5:]] == MISSED).all()
+    assert (found[1] == 0).all()  # what a head knows by itself is measured everywhere
 
 
 def test_acceptance_is_the_overlap() -> None:
@@ -229,9 +241,9 @@ def peak_bytes(vocab_size: int, positions: int = 300, size: int = 16, chunk_elem
     outputs = torch.randn(HEADS, 1, positions, size, requires_grad=True)
     states = torch.randn(1, positions + 1, size)
     mask = torch.ones(HEADS, 1, positions, dtype=torch.bool)
-    terms = LossTerms(lambda x: x @ weight.T, lambda x: x @ weight.T, vocab_size)
+    terms = LossTerms(lambda x: x @ weight.T, vocab_size)
     with torch.profiler.profile(profile_memory=True) as profile:
-        sums, _ = head_losses(outputs, states, mask, terms, chunk_elements)
+        sums, _ = head_losses(outputs, states, mask, terms, chunk_elements=chunk_elements)
         sums.sum().backward()
     held = peak = 0
     for event in profile.profiler.kineto_results.events():

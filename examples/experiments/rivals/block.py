@@ -85,16 +85,20 @@ class BlockTrainer(CloverTrainer):
         hidden_states, size = inputs.get("hidden_states"), self.heads.config.num_heads
         if hidden_states is None:
             hidden_states = self.teacher.hidden_states(inputs)
-        mask = prediction_mask(inputs["labels"], None, size)  # [G, B, T]
+        labels, draftable = inputs["labels"], self.teacher.draftable(inputs["input_ids"])
+        if draftable is not None:
+            labels = labels.masked_fill(~draftable, -100)
+        mask = prediction_mask(labels, None, size)  # [G, B, T]
         anchors = self._anchors(mask[0])  # [B, A]
         counted = mask.gather(2, anchors.expand(size, -1, -1))  # [G, B, A]
         with self.teacher.lending():
             outputs = model(hidden_states=hidden_states[:, :-1], input_ids=inputs["input_ids"][:, 1:], anchors=anchors)
         level, row, anchor = counted.nonzero(as_tuple=True)  # [N] each
+        place = anchors[row, anchor] + 1 + level  # [N], of the target, which says there what comes next
         with self._computing():
-            target = self.teacher.score(self.teacher.final_states(hidden_states)).float().softmax(-1)  # [B, T + 1, V]
+            states = self.teacher.final_states(hidden_states[row, place])  # [N, d]
+            p = self.heads.score(states).softmax(-1, dtype=torch.float32)  # [N, D]
             log_q = self.heads.score(outputs.head_outputs[level, row, anchor]).float().log_softmax(-1)  # [N, D]
-        p = self._loss_terms.draftable(target)[row, anchors[row, anchor] + 1 + level]  # [N, D]
         share, weights = self.heads.variation, torch.exp(-level / size)  # [N]
         losses = (1 - share) * soft_cross_entropy(log_q, p)
         if share:
