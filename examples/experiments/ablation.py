@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse
+from common import TOY_TRAINING, TRAINING, finish, line, load_target, panel, parse, training_config
 from continuations import Data, load_data
 from drafters import DEPTH, EVERY, ROW, ask, chain_by_depth, full_rows, read_questions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
-from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.making.last_layer import LastLayer
 from hf_clover.making.scales import embedding_scale
@@ -189,25 +189,20 @@ def train_row(
     variant, fields, recipe = ROWS[label]
     steps = math.ceil(args.tokens / (args.batch_size * data.mean_length))
     needed = data.train.select(range(min(len(data.train), steps * args.batch_size)))
-    on_cuda = target.device.type == "cuda"
     set_seed(args.seed)
     trainer = CloverTrainer(
         model=make_heads(target, variant, fields),
         teacher_model=target,
-        args=CloverTrainingConfig(
-            output_dir=str(args.work / "trainer"),
+        args=training_config(
+            args.work / "trainer",
+            target,
             max_steps=steps,
             per_device_train_batch_size=args.batch_size,
             max_length=args.length,
             draft_vocab_size=args.draft_vocab_size or None,
-            use_cpu=not on_cuda,
-            dataloader_pin_memory=on_cuda,
             precompute_targets=True,
             precompute_dir=str(data.folder / f"states-{len(needed)}"),
             seed=args.seed,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
             **recipe,
         ),
         train_dataset=needed,

@@ -138,6 +138,15 @@ class _EvaluateAt(TrainerCallback):
         control.should_evaluate = state.global_step in self.steps
 
 
+def training_config(folder: Path, target: PreTrainedModel, **own: Any) -> CloverTrainingConfig:
+    """For a run on the target's device that says nothing and saves nothing, but for what `own` arguments ask for."""
+    on_gpu = target.device.type == "cuda"
+    quiet = dict(logging_strategy="no", save_strategy="no", report_to="none")
+    return CloverTrainingConfig(
+        output_dir=str(folder), use_cpu=not on_gpu, dataloader_pin_memory=on_gpu, **{**quiet, **own}
+    )
+
+
 def train(
     args: argparse.Namespace,
     target: PreTrainedModel,
@@ -159,8 +168,9 @@ def train(
     steps = {math.ceil(count / per_step): count for count in tokens}
     last = max(steps)
     needed = data.train.select(range(min(len(data.train), last * args.batch_size)))  # the states of others cost a pass
-    config = CloverTrainingConfig(
-        output_dir=str(args.work / "trainer"),
+    config = training_config(
+        args.work / "trainer",
+        target,
         max_steps=last,
         learning_rate=learning_rate,
         lr_scheduler_type=schedule,
@@ -168,15 +178,10 @@ def train(
         per_device_eval_batch_size=8,
         max_length=args.length,
         bf16=target.device.type == "cuda",
-        use_cpu=target.device.type == "cpu",
-        dataloader_pin_memory=target.device.type == "cuda",
         precompute_targets=precompute,
         precompute_dir=str(data.folder / f"states-{len(needed)}"),
         model_init_kwargs={"variant": variant, **fields},
         seed=args.seed,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
     )
     trainer = CloverTrainer(
         teacher_model=target,

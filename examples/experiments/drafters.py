@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import training_config
 from continuations import Data
 from datasets import Dataset
 from rivals import RIVALS, RivalHeads
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.measure.benchmark import batch_of
@@ -130,22 +131,19 @@ class Classroom:
         heads = drafter.make(self.target)
         on_gpu = self.target.device.type == "cuda"
         unfinished = self.work / "trainer" / "-".join(map(str, (drafter.name, tokens, seed, *optimizer.values())))
-        config = CloverTrainingConfig(
-            output_dir=str(unfinished),
+        config = training_config(
+            unfinished,
+            self.target,
             max_steps=steps,
             per_device_train_batch_size=self.batch_size,
             train_sampling_strategy="group_by_length",
             max_length=self.length,
             bf16=on_gpu or self.bf16,
-            use_cpu=not on_gpu,
-            dataloader_pin_memory=on_gpu,
             seed=seed,
-            logging_strategy="no",
             save_strategy="steps" if steps > self.save_steps else "no",
             save_steps=self.save_steps,
             save_total_limit=1,
             draft_vocab_size=self.draft_vocab_size,
-            report_to="none",
             **optimizer,
         )
         trainer = (drafter.kind.trainer if issubclass(drafter.kind, RivalHeads) else CloverTrainer)(

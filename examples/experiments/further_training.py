@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GENERATION, TRAINING, finish, line, load_heads, load_target, panel, parse
+from common import GENERATION, TRAINING, finish, line, load_heads, load_target, panel, parse, training_config
 from continuations import continuations, encode, library_sources
 from datasets import Dataset, concatenate_datasets
 from drafters import greedy
@@ -33,7 +33,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tasks import docstring_starts, in_turn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
-from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig
+from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.measure.prompts import function_starts, load_questions, standard_library
 
 DEFAULTS = {
@@ -134,18 +134,14 @@ def learn(
     mean = statistics.fmean(map(len, data["input_ids"]))
     recipe = {} if old is None else {"learning_rate": HEADS_RATE}
     set_seed(args.seed)
-    config = CloverTrainingConfig(
-        output_dir=str(args.work / "trainer"),
+    config = training_config(
+        args.work / "trainer",
+        target,
         max_steps=math.ceil(tokens / (args.batch_size * mean)),
         per_device_train_batch_size=args.batch_size,
         max_length=args.length,
         bf16=target.device.type == "cuda",
-        use_cpu=target.device.type == "cpu",
-        dataloader_pin_memory=target.device.type == "cuda",
         seed=args.seed,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
         **recipe,
     )
     trainer = CloverTrainer(
