@@ -77,6 +77,7 @@ ALONE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "clover-x: hidden states, weight 10": ("clover-x", {"loss_type": "clover-2", "hidden_loss_weight": 10.0}, {}),
     "clover-x: eight heads trained": ("clover-x", {"num_heads": 8}, {}),
     "clover-x: each head counts half the last": ("clover-x", {}, {"loss_decay": 0.5}),
+    "clover-x: each head counts in full": ("clover-x", {}, {"loss_decay": 1.0}),
     "clover-x: Muon at 0.02": ("clover-x", {}, {"muon_learning_rate": 0.02}),
     "clover-x: Muon at 0.08": ("clover-x", {}, {"muon_learning_rate": 0.08}),
     "clover-x: no decay": ("clover-x", {}, {"weight_decay": 0.0}),
