@@ -95,9 +95,10 @@ class BlockTrainer(CloverTrainer):
             outputs = model(hidden_states=hidden_states[:, :-1], input_ids=inputs["input_ids"][:, 1:], anchors=anchors)
         level, row, anchor = counted.nonzero(as_tuple=True)  # [N] each
         place = anchors[row, anchor] + 1 + level  # [N], of the target, which says there what comes next
+        states = self.teacher.final_states(hidden_states[row, place])  # [N, d]
         with self._computing():
-            states = self.teacher.final_states(hidden_states[row, place])  # [N, d]
-            p = self.heads.score(states).softmax(-1, dtype=torch.float32)  # [N, D]
+            with torch.no_grad():
+                p = self.heads.score(states).softmax(-1, dtype=torch.float32)  # [N, D]
             log_q = self.heads.score(outputs.head_outputs[level, row, anchor]).float().log_softmax(-1)  # [N, D]
         share, weights = self.heads.variation, torch.exp(-level / size)  # [N]
         losses = (1 - share) * soft_cross_entropy(log_q, p)
