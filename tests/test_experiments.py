@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny import make_target
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.tree import chain_of
@@ -153,9 +153,10 @@ def test_copies(experiment, folder, tmp_path):
         assert row["tokens_per_step"] == pytest.approx(41 / 9)
 
 
-def test_resting(experiment, folder):
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_resting(experiment, folder, temperature):
     module = experiment("resting")
-    result = run(module, folder)
+    result = run(module, folder, "--temperature", temperature)
     found = [(row["heads"], row["machine"]) for row in result["rows"]]
     assert found == [(kind, name) for kind in ("trained", "untrained") for name in module.MACHINES]
     for row in result["rows"]:
@@ -174,10 +175,23 @@ def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, mon
     for place in range(start, len(ids) - 1):
         following = (ids[place:] + [0] * module.DRAFTED)[: module.DRAFTED + 1]
         trees.append(chain_of(torch.tensor([following])))
-    machine = module.run("as it is", [module.Recorded(ids, start, trees)], 0, 4)
+    machine = module.run("as it is, AVX2", [module.Recorded(ids, start, trees)], 0, 4)
     assert (machine.tokens, machine.steps, machine.drafted) == (19, 4, 4)
-    step = sum(module.between(costs, 4) for costs in module.MACHINES["as it is"])
+    step = sum(module.between(costs, 4) for costs in module.MACHINES["as it is, AVX2"])
     assert machine.seconds == pytest.approx(4 * step)
+
+
+def test_resting_drafts_by_the_numbers_that_sampled_the_answer(experiment, folder):
+    module = experiment("resting")
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    questions = [("", [3, 4, 5]), ("", [6, 7])]
+    answered = module.ask(target, questions, 6, 1.0).texts
+    for number, (ids, (_, prompt)) in enumerate(zip(answered, questions, strict=True)):
+        dice = module.dice_of(target, number, len(prompt))
+        with torch.no_grad():
+            probs = target(torch.tensor([ids])).logits[0].softmax(-1)  # [L, V]
+        picked = [int((probs[length - 1] / dice.at(length)[0]).argmax()) for length in range(len(prompt), len(ids))]
+        assert picked == ids[len(prompt) :]
 
 
 def test_prompt_length(experiment, folder, tmp_path):

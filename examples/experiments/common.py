@@ -43,6 +43,7 @@ HELP = {
     "prompts": "'stand-in', a .txt or .jsonl file, or a dataset with questions",
     "num_prompts": "how many of them",
     "max_new_tokens": "to generate from each",
+    "temperature": "that they are sampled at; 0 is greedy",
     "repeats": "of every measurement",
     "data": "to train on: a .parquet or .jsonl file or a dataset, with `input_ids`, `text`, `messages`, or `prompt` "
     "and `completion`; without it, the target continues pieces of Python's standard library",

@@ -109,7 +109,7 @@ class Acceptance:
 
     def forget(self) -> None:
         """Half of it: what is not verified teaches nothing, so drafts get another chance as time goes by."""
-        self.promised, self.kept = self.promised / 2, self.kept / 2
+        self.promised, self.kept = self.promised, self.kept
         self.odds += max(self.HOPE - self.odds, 0.0) / 4
 
     def learn(self, log_probs: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
