@@ -108,8 +108,7 @@ class Acceptance:
         return (log_probs.exp() * factor[self.bins(log_probs)]).clamp(max=1.0)
 
     def forget(self) -> None:
-        """Half of it: what is not verified teaches nothing, so drafts get another chance as time goes by."""
-        self.promised, self.kept = self.promised, self.kept
+        """A part of the doubt in the heads: what is not verified teaches nothing, so they get another chance."""
         self.odds += max(self.HOPE - self.odds, 0.0) / 4
 
     def learn(self, log_probs: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
