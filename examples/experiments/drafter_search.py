@@ -34,6 +34,7 @@ from hf_clover.hub.code import remove_code
 from hf_clover.measure.benchmark import write
 from hf_clover.measure.provenance import provenance
 from hf_clover.network.blocks import CloverRMSNorm, places_along
+from hf_clover.network.packing import multiplies_bfloat16_fast
 from hf_clover.network.target_parts import find_decoder
 from hf_clover.training.data import set_draft_vocabulary
 from hf_clover.training.losses import TOKEN_LOSSES, kl_divergence, prediction_mask
@@ -44,6 +45,11 @@ HELD_OUT, DECAY, RATE, WARM_UP, LARGEST_NORM = 0.02, 0.7, 1e-3, 0.02, 0.5
 LIKELIEST = 64  # ids of the target's distribution that are kept
 DEFAULTS = dict(tokens=100_000, step_tokens=1024, share=1.0, layers=1, features=(), slots=0, draft_vocab_size=8192)
 DEFAULTS |= dict(length=1024, width=None)
+
+
+def shortened(device_type: str) -> torch.autocast:
+    """Products in bfloat16 where that is fast, in float32 elsewhere."""
+    return torch.autocast(device_type, torch.bfloat16, enabled=multiplies_bfloat16_fast(torch.device(device_type)))
 
 
 # ---------------------------------------------------------------------- what the target says
@@ -97,7 +103,7 @@ class Documents:
     @torch.inference_mode()
     def _compute(self, target: PreTrainedModel, files: dict[str, np.ndarray]) -> None:
         decoder, layers, norm = find_decoder(target)
-        weight = target.get_output_embeddings().weight.to(torch.bfloat16)  # [V, d]
+        weight = target.get_output_embeddings().weight  # [V, d]
         seen: dict[int, torch.Tensor] = {}
 
         def keep(place: int) -> Any:
@@ -106,7 +112,7 @@ class Documents:
         handles = [layers[layer].register_forward_hook(keep(place)) for place, layer in enumerate(self.layers)]
         handles.append(norm.register_forward_pre_hook(lambda _, args: seen.__setitem__(len(self.layers), args[0])))
         for number, ids in enumerate(self.ids):
-            with torch.autocast(target.device.type, torch.bfloat16):
+            with shortened(target.device.type):
                 final = decoder(input_ids=torch.tensor([ids], device=target.device), use_cache=False)[0][0]  # [T, d]
                 log_probs = F.linear(final, weight).float().log_softmax(-1).cpu()  # [T, V]
             likeliest, places = log_probs[:, self.draft_ids].topk(files["places"].shape[1], dim=-1)
@@ -244,7 +250,7 @@ class Learner:
     def __init__(self, heads: Tried, target: PreTrainedModel, documents: Documents, loss: str) -> None:
         self.heads, self.documents, self.loss = heads, documents, LOSSES[loss]
         rows = target.get_output_embeddings().weight.detach()  # [V, d]
-        self.draft_rows = rows[heads.draft_ids].to(torch.bfloat16)  # [D, d]
+        self.draft_rows = rows[heads.draft_ids]  # [D, d]
 
     def guesses(self, numbers: Sequence[int], share: float, answers_only: bool = False) -> Iterator[tuple]:
         """Of each head: where it guesses [n], its log-probabilities [n, D], and of what the target says there the
@@ -256,7 +262,7 @@ class Learner:
         if share < 1:
             kept = torch.randperm(len(places))[: max(int(share * len(places)), 1)]
             places = places[kept.sort().values]
-        with torch.autocast("cpu", torch.bfloat16):
+        with shortened("cpu"):
             said = heads.read(batch["states"][:-1], tokens, batch["positions"][:-1], places)
             states, slots, values, seen = said
             if heads.config.recall:
@@ -265,7 +271,7 @@ class Learner:
         for level in range(count):
             goes_on = mask[level, places]
             places, state, row = places[goes_on], state[goes_on], row[goes_on]
-            with torch.autocast("cpu", torch.bfloat16):
+            with shortened("cpu"):
                 told = heads.recall(values, found[level][:, places])[0] if heads.config.recall else None  # [n, 2 w]
                 if slots is not None:
                     own = heads.slot_projector(heads.head_norm(slots[row, level]))
