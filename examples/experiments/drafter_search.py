@@ -45,11 +45,12 @@ HELD_OUT, DECAY, RATE, WARM_UP, LARGEST_NORM = 0.02, 0.7, 1e-3, 0.02, 0.5
 LIKELIEST = 64  # ids of the target's distribution that are kept
 DEFAULTS = dict(tokens=100_000, step_tokens=1024, share=1.0, layers=1, features=(), slots=0, draft_vocab_size=8192)
 DEFAULTS |= dict(length=1024, width=None)
+DTYPE = torch.bfloat16 if multiplies_bfloat16_fast(torch.device("cpu")) else torch.float32  # of products
 
 
-def shortened(device_type: str) -> torch.autocast:
-    """Products in bfloat16 where that is fast, in float32 elsewhere."""
-    return torch.autocast(device_type, torch.bfloat16, enabled=multiplies_bfloat16_fast(torch.device(device_type)))
+def products() -> torch.autocast:
+    """In bfloat16 where that is fast, in float32 elsewhere."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=DTYPE is torch.bfloat16)
 
 
 # ---------------------------------------------------------------------- what the target says
@@ -103,7 +104,7 @@ class Documents:
     @torch.inference_mode()
     def _compute(self, target: PreTrainedModel, files: dict[str, np.ndarray]) -> None:
         decoder, layers, norm = find_decoder(target)
-        weight = target.get_output_embeddings().weight  # [V, d]
+        weight = target.get_output_embeddings().weight.to(DTYPE)  # [V, d]
         seen: dict[int, torch.Tensor] = {}
 
         def keep(place: int) -> Any:
@@ -112,7 +113,7 @@ class Documents:
         handles = [layers[layer].register_forward_hook(keep(place)) for place, layer in enumerate(self.layers)]
         handles.append(norm.register_forward_pre_hook(lambda _, args: seen.__setitem__(len(self.layers), args[0])))
         for number, ids in enumerate(self.ids):
-            with shortened(target.device.type):
+            with products():
                 final = decoder(input_ids=torch.tensor([ids], device=target.device), use_cache=False)[0][0]  # [T, d]
                 log_probs = F.linear(final, weight).float().log_softmax(-1).cpu()  # [T, V]
             likeliest, places = log_probs[:, self.draft_ids].topk(files["places"].shape[1], dim=-1)
@@ -250,7 +251,7 @@ class Learner:
     def __init__(self, heads: Tried, target: PreTrainedModel, documents: Documents, loss: str) -> None:
         self.heads, self.documents, self.loss = heads, documents, LOSSES[loss]
         rows = target.get_output_embeddings().weight.detach()  # [V, d]
-        self.draft_rows = rows[heads.draft_ids]  # [D, d]
+        self.draft_rows = rows[heads.draft_ids].to(DTYPE)  # [D, d]
 
     def guesses(self, numbers: Sequence[int], share: float, answers_only: bool = False) -> Iterator[tuple]:
         """Of each head: where it guesses [n], its log-probabilities [n, D], and of what the target says there the
@@ -262,7 +263,7 @@ class Learner:
         if share < 1:
             kept = torch.randperm(len(places))[: max(int(share * len(places)), 1)]
             places = places[kept.sort().values]
-        with shortened("cpu"):
+        with products():
             said = heads.read(batch["states"][:-1], tokens, batch["positions"][:-1], places)
             states, slots, values, seen = said
             if heads.config.recall:
@@ -271,7 +272,7 @@ class Learner:
         for level in range(count):
             goes_on = mask[level, places]
             places, state, row = places[goes_on], state[goes_on], row[goes_on]
-            with shortened("cpu"):
+            with products():
                 told = heads.recall(values, found[level][:, places])[0] if heads.config.recall else None  # [n, 2 w]
                 if slots is not None:
                     own = heads.slot_projector(heads.head_norm(slots[row, level]))
