@@ -29,6 +29,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 CONCERNS_ALL = ("tests/conftest.py", "pyproject.toml", "setup.cfg", "constraints.txt")
+FIGURES = "examples/experiments/results/"  # what the scripts beside it have left: no code
 
 
 def pytest_addoption(parser):
@@ -60,10 +61,15 @@ def _is_for(item, changed):
     """Whether a test is in the short set, is about a file or folder in which something has changed, or imports it."""
     marks = list(item.iter_markers("long"))
     about = {path for mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
-    if not marks or any(file == path or file.startswith(f"{path}/") for file in changed for path in about):
+    if not marks or any(_is_in(file, path) for file in changed for path in about):
         return True
     helpers = "|".join(Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py"))
     return bool(helpers) and bool(re.search(rf"^(from|import) .*\b({helpers})\b", _text(item.path), re.MULTILINE))
+
+
+def _is_in(file, path):
+    """Figures are in no folder but their own: to measure once more changes no script."""
+    return file == path or (file.startswith(f"{path}/") and not file.startswith(FIGURES))
 
 
 _text = functools.cache(Path.read_text)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from hf_clover import CloverHeads
 
-pytestmark = pytest.mark.long("examples/smollm2", "hf_clover/making")
+pytestmark = pytest.mark.long("examples/smollm2", "examples/experiments/results/smollm2.json", "hf_clover/making")
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "smollm2" / "make_target.py"
 

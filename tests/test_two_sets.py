@@ -41,6 +41,16 @@ def test_a_test_of_the_long_set_runs_where_what_it_is_about_has_changed(sets, ch
     assert sets._is_for(item(sets, "tests/test_serving.py", is_long=False), changed)
 
 
+def test_new_figures_are_for_the_tests_that_read_them(sets):
+    """Not for those of the scripts that made them."""
+    about_all, about_one = ("examples/experiments",), ("examples/smollm2", f"{sets.FIGURES}smollm2.json")
+    changed = [f"{sets.FIGURES}smollm2.json", f"{sets.FIGURES}smollm2.md"]
+    assert not sets._is_for(item(sets, "tests/test_experiments.py", *about_all), changed)
+    assert sets._is_for(item(sets, "tests/test_experiments.py", *about_all), ["examples/experiments/step.py"])
+    assert sets._is_for(item(sets, "tests/test_smollm2.py", *about_one), changed)
+    assert not sets._is_for(item(sets, "tests/test_smollm2.py", *about_one), changed[1:])
+
+
 def test_what_was_moved_has_changed_in_both_places(sets, tmp_path, monkeypatch):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
