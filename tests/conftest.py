@@ -68,7 +68,7 @@ def _is_for(item, changed):
 
 
 def _is_in(file, path):
-    """Figures are in no folder but their own: to measure once more changes no script."""
+    """A file of figures counts where it is named itself: to measure once more changes no script."""
     return file == path or (file.startswith(f"{path}/") and not file.startswith(FIGURES))
 
 
