@@ -81,6 +81,12 @@ def _deterministic():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def muon_in_float32(monkeypatch):
+    """On every machine: in bfloat16 Muon rounds by more than what states on disk differ from the target's own."""
+    monkeypatch.setattr("hf_clover.training.optimizers.multiplies_bfloat16_fast", lambda device: False)
+
+
 class PinnedBudget(FixedBudget):
     """In the automatic budget's place: what that chooses depends on the time that steps take."""
 

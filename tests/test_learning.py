@@ -135,6 +135,7 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
     assert sorted(seen[:4]) == sorted(of_each["medusa"])
 
 
+@pytest.mark.usefixtures("muon_in_float32")
 @pytest.mark.parametrize("name", ["clover-x", "eagle-3", "dspark"])
 def test_states_on_disk_or_the_target_in_the_loop(name, learning, folder):
     """The second is what a GPU does: the same heads."""

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
 DATA = [12, 9, 16, 7, 12, 10, 14, 8]
 
 
+@pytest.mark.usefixtures("muon_in_float32")
 @pytest.mark.parametrize(
     "fields",
     [{}, {"packing": True, "max_length": 32, "per_device_train_batch_size": 2}, {"pad_to_multiple_of": 8}],
