@@ -49,8 +49,9 @@ def regenerate(
     for flag, given in (("--heads", heads), ("--gguf-file", gguf_file)):
         if endpoint is not None and given is not None:
             raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
-    file = Path(dataset)
-    source = {"path": str(file.parent), "data_files": file.name} if file.is_file() else {"path": dataset}
+    place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
+    whole = {"path": str(place) if place.is_dir() else dataset}
+    source = {"path": str(place.parent), "data_files": place.name} if place.is_file() else whole
     prompts = load_dataset(**source, name=config, split=split)
     if endpoint is not None:
         answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)

@@ -98,6 +98,15 @@ def test_regenerate(workdir: Path, with_heads: bool):
     assert load_dataset(str(workdir / "answers"), split="train").column_names == ["prompt", "completion"]
 
 
+@pytest.mark.parametrize("dataset", ["train.jsonl", "."], ids=["a file", "this folder"])
+def test_prompts_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch, dataset: str):
+    monkeypatch.chdir(workdir / "prompts")
+    argv = ["regenerate", dataset, "../answers", "--model", "../target", "--max-new-tokens", "2"]
+    said = runner.invoke(cli.app, argv)
+    assert said.exit_code == 0, said.exception
+    assert "3 of 3 prompts answered in ../answers" in said.output
+
+
 def test_an_endpoint_answers_without_heads(workdir: Path):
     argv = ["regenerate", str(workdir / "prompts"), str(workdir / "out"), "--model", "m"]
     said = runner.invoke(cli.app, [*argv, "--heads", "h", "--endpoint", "http://localhost:1/v1"])
