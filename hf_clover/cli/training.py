@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .inputs import load
-from .options import GgufFile
+from .options import GgufFile, Pack
 
 
 def train(context: typer.Context) -> None:
@@ -36,6 +36,7 @@ def regenerate(
     seed: Annotated[int, typer.Option(help="For samples; without heads the same ones whatever the batch.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts at once; fewer need less memory.")] = 32,
     dtype: Annotated[str, typer.Option(help="The dtype to load the target in.")] = "auto",
+    pack: Pack = False,
 ) -> None:
     """Let the target answer a dataset's prompts: the text that its heads learn best from.
 
@@ -46,7 +47,7 @@ def regenerate(
     from ..training import EndpointAnswers, TargetAnswers
     from ..training import regenerate as run
 
-    for flag, given in (("--heads", heads), ("--gguf-file", gguf_file)):
+    for flag, given in (("--heads", heads), ("--gguf-file", gguf_file), ("--pack", pack or None)):
         if endpoint is not None and given is not None:
             raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
     place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
@@ -56,7 +57,7 @@ def regenerate(
     if endpoint is not None:
         answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
     else:
-        target, tokenizer, assistant = load(model, heads, dtype, gguf_file=gguf_file)
+        target, tokenizer, assistant = load(model, heads, dtype, gguf_file=gguf_file, pack=pack)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         answers = TargetAnswers(
             target, tokenizer, assistant, batch_size, seed, max_new_tokens=max_new_tokens, **sampling

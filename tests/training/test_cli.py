@@ -88,9 +88,9 @@ def workdir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("with_heads", [False, True])
-def test_regenerate(workdir: Path, with_heads: bool):
-    options = ["--heads", str(workdir / "heads")] if with_heads else []
+@pytest.mark.parametrize("option", [None, "--heads", "--pack"])
+def test_regenerate(workdir: Path, option: str | None):
+    options = {None: [], "--heads": ["--heads", str(workdir / "heads")], "--pack": ["--pack"]}[option]
     argv = [str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
     said = runner.invoke(cli.app, ["regenerate", *argv, "--max-new-tokens", "5", "--split", "train[:2]", *options])
     assert said.exit_code == 0, said.output
@@ -107,8 +107,9 @@ def test_prompts_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch
     assert "3 of 3 prompts answered in ../answers" in said.output
 
 
-def test_an_endpoint_answers_without_heads(workdir: Path):
+@pytest.mark.parametrize("option", [["--heads", "h"], ["--pack"]], ids=lambda words: words[0])
+def test_an_endpoint_answers_by_itself(workdir: Path, option: list[str]):
     argv = ["regenerate", str(workdir / "prompts"), str(workdir / "out"), "--model", "m"]
-    said = runner.invoke(cli.app, [*argv, "--heads", "h", "--endpoint", "http://localhost:1/v1"])
+    said = runner.invoke(cli.app, [*argv, *option, "--endpoint", "http://localhost:1/v1"])
     assert isinstance(said.exception, ValueError)
-    assert "`--heads` and `--endpoint` exclude each other" in str(said.exception)
+    assert f"`{option[0]}` and `--endpoint` exclude each other" in str(said.exception)
