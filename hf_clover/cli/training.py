@@ -46,14 +46,12 @@ def regenerate(
 
     from ..training import EndpointAnswers, TargetAnswers
     from ..training import regenerate as run
+    from ..training.data import source_of
 
     for flag, given in (("--heads", heads), ("--gguf-file", gguf_file), ("--pack", pack or None)):
         if endpoint is not None and given is not None:
             raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
-    place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
-    whole = {"path": str(place) if place.is_dir() else dataset}
-    source = {"path": str(place.parent), "data_files": place.name} if place.is_file() else whole
-    prompts = load_dataset(**source, name=config, split=split)
+    prompts = load_dataset(**source_of(dataset), name=config, split=split)
     if endpoint is not None:
         answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
     else:

@@ -7,6 +7,7 @@ no target, loss or trainer.
 
 from collections.abc import Callable, Iterable
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,14 @@ logger = logging.get_logger(__name__)
 
 SHORTEST = 3  # tokens: one whose state is used, one that is fed, one to predict
 STREAM_SAMPLE = 10_000  # samples of a streaming dataset that are counted for the draft vocabulary
+
+
+def source_of(dataset: str) -> dict[str, str]:
+    """What `load_dataset` takes for a dataset of the Hub, a folder of files, or one file."""
+    place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
+    if place.is_file():
+        return {"path": str(place.parent), "data_files": place.name}
+    return {"path": str(place) if place.is_dir() else dataset}
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from .callbacks import AcceptanceCallback
 from .config import CloverTrainingConfig
+from .data import source_of
 from .trainer import CloverTrainer
 
 
@@ -47,22 +48,21 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTr
     if training_args.teacher_model_name_or_path is None:
         raise ValueError("`teacher_model_name_or_path` is required: the target to make heads for.")
     if script_args.dataset_name is None:
-        raise ValueError("`dataset_name` is required: a dataset of the Hub, or a folder of files.")
+        raise ValueError("`dataset_name` is required: a dataset of the Hub, a folder of files, or a file.")
     training_args.teacher_model_init_kwargs = target_options(training_args, model_args)
     if model_args.model_name_or_path is not None:
         options = training_args.model_init_kwargs or {}
         training_args.model_init_kwargs = {"revision": model_args.model_revision, **options}
 
-    dataset = load_dataset(
-        script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
-    )
+    source = source_of(script_args.dataset_name)
+    dataset = load_dataset(**source, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     evaluates = training_args.eval_strategy != "no"
     trainer = CloverTrainer(
         model=model_args.model_name_or_path,
         teacher_model=training_args.teacher_model_name_or_path,
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if evaluates else None,
+        train_dataset=_split(dataset, script_args, "dataset_train_split"),
+        eval_dataset=_split(dataset, script_args, "dataset_test_split") if evaluates else None,
         peft_config=get_peft_config(model_args),
     )
     if evaluates and not trainer.teacher.is_sharded:
@@ -80,6 +80,15 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTr
         trainer.accelerator.print(f"Heads pushed to https://huggingface.co/{trainer.hub_model_id}.")
     trainer.end()
     return trainer
+
+
+def _split(dataset: DatasetDict | IterableDatasetDict, args: ScriptArguments, name: str) -> Dataset | IterableDataset:
+    """The one that the argument `name` names."""
+    split = getattr(args, name)
+    if split not in dataset:
+        otherwise = ", or pass `--eval_strategy no`" if name == "dataset_test_split" else ""
+        raise ValueError(f"`{name}={split!r}`: {args.dataset_name!r} has {sorted(dataset)}; name one{otherwise}.")
+    return dataset[split]
 
 
 def target_options(training_args: CloverTrainingConfig, model_args: TargetModelConfig) -> dict[str, Any]:

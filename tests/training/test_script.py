@@ -88,6 +88,18 @@ def test_what_is_missing_is_named(workdir: Path, name: str) -> None:
         script.main(write_config(workdir, **{name: None}))
 
 
+def test_one_file_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workdir / "data")
+    script.main(write_config(workdir, dataset_name="train.jsonl", eval_strategy="no", max_steps=1))
+    assert CloverHeads.from_pretrained(workdir / "out").config.num_heads == 2
+    with pytest.raises(
+        ValueError, match=r"`dataset_test_split='test'`: 'train.jsonl' has \['train'\].*eval_strategy no"
+    ):
+        script.main(write_config(workdir, dataset_name="train.jsonl"))
+    with pytest.raises(ValueError, match=r"`dataset_train_split='learn'`: '\.' has \['test', 'train'\]; name one\."):
+        script.main(write_config(workdir, dataset_name=".", dataset_train_split="learn"))
+
+
 def test_unknown_fields_are_named(workdir: Path) -> None:
     with pytest.raises(ValueError, match="--no_such_field"):
         script.main(write_config(workdir, no_such_field=1))
