@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_clover.measure.prompts import HELD_OUT, held_out_sources, standard_library
 from hf_clover.network.target_parts import fingerprint
+from hf_clover.training.data import source_of
 
 SHARE_HELD_OUT = 0.02  # of the user's data, its last rows, where it has no test split
 TEMPERATURE = 0.7  # of the continuations to learn from: greedy ones of a small model run in circles
@@ -109,12 +110,7 @@ def continuations(
 
 def _given(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
     """The user's data, cut into samples, and its test split, or else a share taken off."""
-    path = Path(args.data)
-    kinds = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
-    if path.suffix in kinds:
-        loaded = load_dataset(kinds[path.suffix], data_files=str(path))
-    else:
-        loaded = load_dataset(args.data)
+    loaded = load_dataset(**source_of(args.data))
     train, test = loaded["train"], next((loaded[name] for name in ("test", "validation") if name in loaded), None)
     if test is None:  # whole rows, so that no question is on both sides
         kept = len(train) - math.ceil(SHARE_HELD_OUT * len(train))

@@ -88,9 +88,9 @@ def workdir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("option", [None, "--heads", "--pack"])
-def test_regenerate(workdir: Path, option: str | None):
-    options = {None: [], "--heads": ["--heads", str(workdir / "heads")], "--pack": ["--pack"]}[option]
+@pytest.mark.parametrize("options", [[], ["--heads", "heads"], ["--pack"]], ids=" ".join)
+def test_regenerate(workdir: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]):
+    monkeypatch.chdir(workdir)
     argv = [str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
     said = runner.invoke(cli.app, ["regenerate", *argv, "--max-new-tokens", "5", "--split", "train[:2]", *options])
     assert said.exit_code == 0, said.output
