@@ -490,7 +490,7 @@ def test_a_ceiling_holds():
 def test_a_step_in_the_costs_is_seen():
     """Two rows that take longer than four: the line through all would say the opposite."""
     seen = [(1, 2.0), (3, 1.2), (7, 1.4)] * 8
-    (one, two, three, seven), noise = cost_by_size(seen, [1, 2, 3, 7], *ON_CPU)
+    (one, two, three, seven), noise = cost_by_size(seen, [1, 2, 3, 7], *ON_CPU.of(1))
     assert noise == 0
     assert (one, three, seven) == pytest.approx((2.0, 1.2, 1.4), rel=0.01)
     assert 1.2 < two < 2.0, "of what was not seen, the line is all there is"
@@ -500,17 +500,27 @@ def test_noisy_times_are_drawn_to_a_line():
     rng = random.Random(0)
     true = {1: 2.0, 3: 2.2, 7: 2.42, 15: 2.66}  # a tenth more as tokens double
     seen = [(nodes, cost * math.exp(rng.gauss(0, 0.5))) for nodes, cost in true.items() for _ in range(12)]
-    found, noise = cost_by_size([*seen, (7, 500.0)], list(true), *ON_CPU)
+    found, noise = cost_by_size([*seen, (7, 500.0)], list(true), *ON_CPU.of(1))
     assert 0.2 < noise < 0.5
     assert found == pytest.approx(list(true.values()), rel=0.2)
     assert found == sorted(found)
 
 
 @pytest.mark.parametrize("guess", [ON_CPU, ON_DEVICE])
-def test_what_was_not_seen_is_guessed(guess):
-    (seven, fifteen), noise = cost_by_size([], [7, 15], *guess)
-    assert (seven, fifteen) == pytest.approx((guess[0], guess[0] * math.exp(guess[1])))
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_was_not_seen_is_guessed(guess, rows):
+    found, noise = cost_by_size([], [1, 7, 15], *guess.of(rows))
+    growth = guess.growth + guess.more_growth * math.log2(rows)
+    assert found == pytest.approx([guess.least * math.exp(doublings * growth) for doublings in (1, 3, 4)])
     assert noise == NOISE
+
+
+@pytest.mark.parametrize("shape", ["packed weights", "stand-in"])
+@pytest.mark.parametrize("rows", [2, 4, 8])
+def test_the_guess_for_a_batch_is_about_what_as_many_tokens_of_one_row_cost(shape, rows):
+    curve = SHAPES[shape][0]
+    (seven,), _ = cost_by_size([], [7], *ON_CPU.of(rows))
+    assert seven == pytest.approx(curve[8 * rows] / curve[rows], rel=0.2)
 
 
 def test_times_are_compared_with_the_plain_steps_beside_them():
@@ -686,7 +696,7 @@ def test_a_clock_that_jumps_gives_no_impossible_cost():
     for machine.start in (1e-3, 10.0, 1e-6, 5.0):
         machine.run(20)
     for seen in ([(1, 1e-9), (63, 1e9)], [(1, 1e9), (63, 1e-9)], [(3, 0.0)] * 9):
-        costs, _ = cost_by_size(seen, list(SIZES), *ON_CPU)
+        costs, _ = cost_by_size(seen, list(SIZES), *ON_CPU.of(1))
         assert all(0 < cost < math.inf for cost in costs)
 
 

@@ -153,10 +153,10 @@ def test_copies(experiment, folder, tmp_path):
         assert row["tokens_per_step"] == pytest.approx(41 / 9)
 
 
-@pytest.mark.parametrize("temperature", ["0", "1"])
-def test_resting(experiment, folder, temperature):
+@pytest.mark.parametrize(("temperature", "count"), [("0", "1"), ("1", "1"), ("0", "2")])
+def test_resting(experiment, folder, temperature, count):
     module = experiment("resting")
-    result = run(module, folder, "--temperature", temperature)
+    result = run(module, folder, "--temperature", temperature, "--rows", count)
     found = [(row["heads"], row["machine"]) for row in result["rows"]]
     assert found == [(kind, name) for kind in ("trained", "untrained") for name in module.MACHINES]
     for row in result["rows"]:
@@ -179,6 +179,28 @@ def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, mon
     assert (machine.tokens, machine.steps, machine.drafted) == (19, 4, 4)
     step = sum(module.between(costs, 4) for costs in module.MACHINES["as it is, AVX2"])
     assert machine.seconds == pytest.approx(4 * step)
+
+
+def test_resting_takes_a_batch_as_long_as_its_slowest_row(experiment, folder, monkeypatch):
+    """Drafts that are the text itself beside drafts that are wrong: as many steps as tokens, in the time of both rows
+    as long as the first goes on, and then of one."""
+    module = experiment("resting")
+    monkeypatch.setattr(module, "NOISE", 0.0)
+    monkeypatch.setattr(module, "COPIES", 0)
+    ids, start = list(range(3, 25)), 2
+    rows = []
+    for wrong in (0, 1000):
+        trees = []
+        for place in range(start, len(ids) - 1):
+            following = (ids[place:] + [0] * module.DRAFTED)[: module.DRAFTED + 1]
+            trees.append(chain_of(torch.tensor([[following[0], *(token + wrong for token in following[1:])]])))
+        rows.append(module.Recorded(ids, start, trees))
+    machine = module.run("as it is, AVX2", rows, 0, 4, rows=2)
+    assert (machine.tokens, machine.steps) == (2 * 19, 19)
+    forward, draft = module.MACHINES["as it is, AVX2"]
+    both = module.between(forward, 9) + module.between(draft, 8)
+    alone = module.between(forward, 4) + module.between(draft, 4)
+    assert machine.seconds == pytest.approx(4 * both + 15 * alone)
 
 
 def test_resting_drafts_by_the_numbers_that_sampled_the_answer(experiment, folder):

@@ -129,7 +129,7 @@ def test_threads_may_learn_from_each_other(model, heads):
         for step in range(300):
             budgets[0].ask([3 << step % 7] * (1 + step % 5))
             costs = budgets[1].costs
-            cost_by_size(costs.in_plain_steps(costs.forwards), [1], *ON_CPU)
+            cost_by_size(costs.in_plain_steps(costs.forwards), [1], *ON_CPU.of(1))
     finally:
         stop.set()
         thread.join()

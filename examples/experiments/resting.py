@@ -3,18 +3,18 @@
 A clock cannot tell: what a budget loses is a few percent, and a machine wanders as much. So the heads draft once at
 every place of answers that the target has given, and the real budget then goes through these drafts on machines that
 are simulated, where a forward and a draft take what they are said to take, many times over: the questions in another
-order, and other noise, each time. Figures are tokens in a plain step's time.
+order, and other noise, each time. Figures are speedups over plain steps through the same batches, prompts not counted;
+a batch of one row has as many tokens in a plain step's time.
 
     python examples/experiments/resting.py --target examples/smollm2/target --heads examples/smollm2/heads \\
         --questions spec_bench_dev.jsonl
 """
 
-import itertools
 import math
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience, Fixed
 from hf_clover.decoding.copying import Copies
 from hf_clover.decoding.costs import SIZES
 from hf_clover.decoding.foresight import Foresight, FromDice
+from hf_clover.decoding.heads_run import DROP_BELOW
 from hf_clover.decoding.state import Dice, random_state
 from hf_clover.decoding.tree import Tree, root_only, with_path
 from hf_clover.making.from_target import COPIES
@@ -39,11 +40,12 @@ DEFAULTS = dict(
     num_prompts=12,
     max_new_tokens=32,
     temperature=0.0,
+    rows=1,
     repeats=10,
 )
 TOY = dict(num_prompts=2, max_new_tokens=8, repeats=2)
 DRAFTED, NOISE = 23, 0.04  # nodes, of a time in logarithms
-FIXED = (3, 5, 7)
+FIXED = (1, 2, 3, 5, 7)
 # Nodes -> plain steps that a forward over them takes, and a draft of them; between, it grows evenly.
 MACHINES = {
     "packed, AVX-512": (
@@ -72,6 +74,10 @@ class Recorded:
     ids: list[int]  # with the prompt
     start: int  # tokens of the prompt
     trees: list[Tree]  # below the answer's first token, its second, ...
+
+    def drafted_at(self, place: int) -> Tree:
+        """Below the token at `place`; an answer that is over goes on with its last draft."""
+        return self.trees[min(place - self.start, len(self.trees) - 1)]
 
 
 def record(
@@ -108,10 +114,11 @@ def foreseen(dice: Dice | None, length: int, heads: CloverHeads, temperature: fl
 
 
 def between(costs: dict[int, float], nodes: int) -> float:
-    for (low, its), (high, theirs) in itertools.pairwise(costs.items()):
-        if low <= nodes <= high:
-            return its + (theirs - its) * (nodes - low) / (high - low)
-    raise ValueError(f"No machine says what {nodes} nodes cost.")
+    """What `nodes` cost; beyond the last that is known, time goes on as between the last two."""
+    known = list(costs.items())
+    at = next((place for place, (most, _) in enumerate(known[1:], 1) if nodes <= most), len(known) - 1)
+    (low, its), (high, theirs) = known[at - 1], known[at]
+    return its + (theirs - its) * (nodes - low) / (high - low)
 
 
 class Machine:
@@ -123,49 +130,68 @@ class Machine:
     def took(self, costs: dict[int, float], nodes: int) -> float:
         return between(costs, nodes) * math.exp(self.rng.gauss(0, NOISE))
 
-    def answer(self, answer: Recorded, budget: Budget) -> None:
-        """The loop of `hf_clover/decoding/loop.py`, with drafts that are there and a target that has answered."""
-        ids, place = answer.ids, answer.start
-        copies, fresh = Copies([ids[: place + 1]], COPIES), []
-        while place < len(ids) - 1:
-            copies.take_in([fresh])
-            paths = copies.paths([0])
+    def answer(self, answers: Sequence[Recorded], budget: Budget) -> None:
+        """The loop of `hf_clover/decoding/loop.py`, with drafts that are there and a target that has answered. A batch
+        takes as long as as many tokens of one row."""
+        places = [answer.start for answer in answers]  # of each row's last token
+        copies = Copies([answer.ids[: answer.start + 1] for answer in answers], COPIES)
+        fresh, running = [[] for _ in answers], list(range(len(answers)))
+        widest = max(places)  # prompts are padded to one width
+        while running:
+            copies.take_in(fresh)
+            paths = copies.paths(running)
             paths = paths if paths[0].shape[1] else None
-            nodes, copied = budget.ask([place + 1], copies=None if paths is None else paths[1])
-            tree = root_only(torch.tensor([ids[place]]))
+            rows = [place for place, row in enumerate(running) if places[row] < len(answers[row].ids) - 1]
+            lengths = [widest + places[running[place]] + 1 - answers[running[place]].start for place in rows]
+            nodes, copied = budget.ask(lengths, copies=None if paths is None else paths[1][rows])
+            tree = root_only(torch.tensor([answers[row].ids[places[row]] for row in running]))
             if nodes:
-                tree = answer.trees[place - answer.start].first(min(nodes, DRAFTED))
+                tree = in_rows([answers[row].drafted_at(places[row]).first(min(nodes, DRAFTED)) for row in running])
             if paths is not None and (copied or nodes):
                 tree = with_path(tree, *paths, copied or tree.size - 1)
-            tree = budget.cut(tree, [0], [place + 1])
-            path = walked(tree, ids[place + 1 :])
-            draft = self.took(self.drafts, nodes) if nodes else 0.0
-            forward = self.took(self.forwards, tree.size - 1)
-            budget.learn(tree, [path], draft, forward)
-            fresh = ids[place + 1 : place + 1 + len(path)]
-            place += len(path)
-            self.seconds, self.tokens = self.seconds + draft + forward, self.tokens + len(path)
+            tree = budget.cut(tree, rows, lengths)
+            walks = [walked(tree, place, answers[running[place]].ids[places[running[place]] + 1 :]) for place in rows]
+            draft = self.took(self.drafts, nodes * len(running)) if nodes else 0.0
+            forward = self.took(self.forwards, tree.size * len(running) - 1)
+            budget.learn(tree, walks, draft, forward)
+            fresh = [[] for _ in answers]
+            for place, path in zip(rows, walks, strict=True):
+                row = running[place]
+                fresh[row] = answers[row].ids[places[row] + 1 : places[row] + 1 + len(path)]
+                places[row] += len(path)
+                self.tokens += len(path)
+            self.seconds += draft + forward
             self.steps, self.drafted = self.steps + 1, self.drafted + (nodes > 0)
+            going = [row for row in running if places[row] < len(answers[row].ids) - 1]
+            if len(going) <= DROP_BELOW * len(running):
+                running = going
 
 
-def walked(tree: Tree, following: Sequence[int]) -> list[int]:
-    """The nodes of `tree` that the text goes through, no further than its last token."""
-    path, tokens = [0], tree.tokens[0].tolist()
-    below = {(parent, tokens[node]): node for node, parent in enumerate(tree.parents[0].tolist()) if node}
+def in_rows(trees: Sequence[Tree]) -> Tree:
+    """Trees of one row each, of the same size, as one."""
+    values = {f.name: [getattr(tree, f.name) for tree in trees] for f in fields(Tree)}
+    return Tree(**{name: max(of) if name == "max_depth" else torch.cat(of) for name, of in values.items()})
+
+
+def walked(tree: Tree, row: int, following: Sequence[int]) -> list[int]:
+    """The nodes of the tree of `row` that the text goes through, no further than its last token."""
+    path, tokens = [0], tree.tokens[row].tolist()
+    below = {(parent, tokens[node]): node for node, parent in enumerate(tree.parents[row].tolist()) if node}
     for token in following[:-1]:
         node = below.get((path[-1], token))
-        if node is None or not bool(tree.valid[0, node]):
+        if node is None or not bool(tree.valid[row, node]):
             break
         path.append(node)
     return path
 
 
-def run(name: str, answers: Sequence[Recorded], seed: int, nodes: int | None = None) -> Machine:
+def run(name: str, answers: Sequence[Recorded], seed: int, nodes: int | None = None, rows: int = 1) -> Machine:
+    """All answers in batches of `rows`, the last of which begins again with the first."""
     machine, experience, order = Machine(name, seed), Experience(), list(answers)
     machine.rng.shuffle(order)
-    for answer in order:
-        budget = FixedBudget(nodes) if nodes else AutomaticBudget(experience, SIZES[-1], None, None)
-        machine.answer(answer, budget)
+    for first in range(0, len(order), rows):
+        budget = AutomaticBudget(experience, SIZES[-1], None, None) if nodes is None else FixedBudget(nodes)
+        machine.answer([order[place % len(order)] for place in range(first, first + rows)], budget)
     return machine
 
 
@@ -182,9 +208,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for kind, heads in kinds.items():
         answers = record(target, heads, texts, args.temperature)
         for name in MACHINES:
-            runs = [run(name, answers, args.seed + repeat) for repeat in range(args.repeats)]
-            rates = [one.tokens / one.seconds for one in runs]
-            fixed = {nodes: run(name, answers, args.seed, nodes) for nodes in FIXED}
+            plain, runs = (
+                [run(name, answers, args.seed + repeat, nodes, args.rows) for repeat in range(args.repeats)]
+                for nodes in (0, None)
+            )
+            rates = [its.seconds / one.seconds for one, its in zip(runs, plain, strict=True)]
+            fixed = {nodes: run(name, answers, args.seed, nodes, args.rows) for nodes in FIXED}
             rows.append(
                 {
                     "heads": kind,
@@ -192,14 +221,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                     "automatic": statistics.mean(rates),
                     "automatic_range": [min(rates), max(rates)],
                     "drafts": statistics.mean(one.drafted / one.steps for one in runs),
-                    **{f"{nodes} nodes": one.tokens / one.seconds for nodes, one in fixed.items()},
+                    **{f"{nodes} nodes": plain[0].seconds / one.seconds for nodes, one in fixed.items()},
                 }
             )
     series = [
         line(kind, [(r["machine"], (r["automatic"], *r["automatic_range"])) for r in rows if r["heads"] == kind])
         for kind in kinds
     ]
-    panels = [panel("bars", "automatic size", "", "tokens in a plain step's time", series, reference=PLAIN)]
+    panels = [panel("bars", "automatic size", "", "times plain steps", series, reference=PLAIN)]
     table = [{name: value for name, value in row.items() if name != "automatic_range"} for row in rows]
     return finish(args, target, __doc__, rows, "Where the budget rests", panels, table, __file__)
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import device_of
-from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, START, Costs, cost_by_size
+from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, START, Costs, Guess, cost_by_size
 from .target_memory import memory_of
 from .tree import Tree
 
@@ -40,6 +40,7 @@ SHARE = 0.04  # of a rest's time, that the draft before it may have lost
 SURE = 1.3  # drafting that is so much faster than plain steps needs no comparing, where times do not wander
 PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are known
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
+UNEVEN = 0.2  # of what drafts gain in a large batch, lost since some rows gain more than others and all wait
 LOOK_EVERY = 4  # drafts, after which two sizes more are drafted where all that was drafted paid; at first, always
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 
@@ -140,7 +141,7 @@ class Experience:
 
 class AutomaticBudget:
     def __init__(
-        self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable, guess: tuple = ON_CPU
+        self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable, guess: Guess = ON_CPU
     ) -> None:
         """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on;
         `guess`: of what trees cost, until they are seen."""
@@ -254,7 +255,7 @@ class AutomaticBudget:
             sizes += [size for size in self.sizes if size > drafted][:2]
         self.drafts += 1
         gained = self._gained(self.acceptance.expected(log_probs)[:, :drafted], lengths, sizes[-1])
-        forwards, drafts = self._steps(sizes)
+        forwards, drafts = self._steps(sizes, len(lengths))
         steps = [forward + draft for forward, draft in zip(forwards, drafts, strict=True)]
         verified = {0, *(nodes - self.replayed for nodes, _, _ in list(costs.forwards))}
         hopes = [HOPE if size <= drafted and size not in verified else 1.0 for size in sizes]
@@ -276,7 +277,8 @@ class AutomaticBudget:
         """How many copied tokens a step without a draft verifies, and the tokens that it promises in a plain step's
         time."""
         sizes = [size for size in self.sizes if size <= copies.shape[1]]
-        gained, (forwards, _) = self._gained(copies.exp(), lengths), self._steps(sizes, by_heads=False)
+        gained = self._gained(copies.exp(), lengths)
+        forwards, _ = self._steps(sizes, len(lengths), by_heads=False)
         rates = [gained[size] / forward for size, forward in zip(sizes, forwards, strict=True)]
         place = _smallest_good(rates)
         return sizes[place], rates[place]
@@ -288,15 +290,17 @@ class AutomaticBudget:
         shortest = min(lengths)
         last = [place for place, length in enumerate(lengths) if length == shortest]
         gains = (chances.mean(0) + chances[last].mean(0)) / 2  # [N]
+        gains *= 1 - UNEVEN * (1 - 1 / len(lengths))
         return list(accumulate(_with_more(gains.tolist(), most), initial=1.0))
 
-    def _steps(self, sizes: Sequence[int], by_heads: bool = True) -> tuple[list[float], list[float]]:
-        """Plain steps that a forward over each of `sizes` takes, and its draft where it is the heads'."""
+    def _steps(self, sizes: Sequence[int], rows: int, by_heads: bool = True) -> tuple[list[float], list[float]]:
+        """Plain steps that a forward over each of `sizes` nodes takes, and its draft where it is the heads'."""
         costs, beside_root = self.costs, [size + self.replayed for size in sizes]
-        forwards, costs.noise = cost_by_size(costs.in_plain_steps(costs.forwards), beside_root, *self.guess)
+        level, growth = self.guess.of(rows)
+        forwards, costs.noise = cost_by_size(costs.in_plain_steps(costs.forwards), beside_root, level, growth)
         drafts = [0.0] * len(sizes)
         if by_heads:
-            drafts, _ = cost_by_size(costs.in_plain_steps(costs.drafts), sizes, DRAFT, self.guess[1])
+            drafts, _ = cost_by_size(costs.in_plain_steps(costs.drafts), sizes, DRAFT, growth)
         # No forward takes less than one over a single token: where it seems so, the machine was slower for that one.
         slower = min([1.0, *forwards[1:]])
         if not self.replayed:

@@ -10,16 +10,33 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
 START = 24  # nodes of the first trees, shared by the rows
 SHORTEST_REST = 8  # steps
 NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with
 MUCH = 1.5  # times the second time of a size, beyond which its first is not believed
-# What is believed of costs before any is seen, each with how far it may be off; all in logarithms but the first two.
-ON_CPU, ON_DEVICE = (1.4, 0.09), (1.1, 0.0)  # plain steps that a tree of 7 nodes costs, and growth as tokens double
 DRAFT = 0.25  # plain steps that a draft costs
-NOISE, LEVEL_OFF, GROWTH_OFF, CORNER = 0.3, 0.3, 0.06, 0.1  # of a time, of the two guesses, of one size from the line
+# How far what is believed before any cost is seen may be off, in logarithms.
+NOISE, LEVEL_OFF, GROWTH_OFF, CORNER = 0.3, 0.3, 0.06, 0.1  # of a time, of a `Guess`'s two, of one size from the line
+
+
+class Guess(NamedTuple):
+    """What is believed of forwards over trees before any is seen. The more rows a step has, the less of it is reading
+    the weights, and the more does every node cost."""
+
+    least: float  # plain steps
+    growth: float  # as the tokens of a row double, in logarithms
+    more_growth: float  # as the rows double
+
+    def of(self, rows: int) -> tuple[float, float]:
+        """The plain steps that a tree of 7 nodes a row costs, and the growth."""
+        growth = self.growth + self.more_growth * math.log2(rows)
+        return self.least * math.exp(3 * growth), growth
+
+
+ON_CPU, ON_DEVICE = Guess(1.07, 0.09, 0.06), Guess(1.1, 0.0, 0.0)
 
 
 class Recent:
