@@ -165,17 +165,21 @@ def test_resting(experiment, folder, temperature, count):
         assert 0 <= row["drafts"] <= 1
 
 
+def recorded_answer(module, wrong=0):
+    """20 tokens after a prompt of two, and drafts that are the text itself, each token off by `wrong`."""
+    ids, start, trees = list(range(3, 25)), 2, []
+    for place in range(start, len(ids) - 1):
+        root, *following = (ids[place:] + [0] * module.DRAFTED)[: module.DRAFTED + 1]
+        trees.append(chain_of(torch.tensor([[root, *(token + wrong for token in following)]])))
+    return module.Recorded(ids, start, trees)
+
+
 def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, monkeypatch):
     """Drafts that are the text itself: five tokens a step of four nodes, counted once, in the time of that step."""
     module = experiment("resting")
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "COPIES", 0)
-    ids, start = list(range(3, 25)), 2
-    trees = []
-    for place in range(start, len(ids) - 1):
-        following = (ids[place:] + [0] * module.DRAFTED)[: module.DRAFTED + 1]
-        trees.append(chain_of(torch.tensor([following])))
-    machine = module.run("as it is, AVX2", [module.Recorded(ids, start, trees)], 0, 4)
+    machine = module.run("as it is, AVX2", [recorded_answer(module)], 0, 4)
     assert (machine.tokens, machine.steps, machine.drafted) == (19, 4, 4)
     step = sum(module.between(costs, 4) for costs in module.MACHINES["as it is, AVX2"])
     assert machine.seconds == pytest.approx(4 * step)
@@ -187,14 +191,7 @@ def test_resting_takes_a_batch_as_long_as_its_slowest_row(experiment, folder, mo
     module = experiment("resting")
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "COPIES", 0)
-    ids, start = list(range(3, 25)), 2
-    rows = []
-    for wrong in (0, 1000):
-        trees = []
-        for place in range(start, len(ids) - 1):
-            following = (ids[place:] + [0] * module.DRAFTED)[: module.DRAFTED + 1]
-            trees.append(chain_of(torch.tensor([[following[0], *(token + wrong for token in following[1:])]])))
-        rows.append(module.Recorded(ids, start, trees))
+    rows = [recorded_answer(module), recorded_answer(module, wrong=1000)]
     machine = module.run("as it is, AVX2", rows, 0, 4, rows=2)
     assert (machine.tokens, machine.steps) == (2 * 19, 19)
     forward, draft = module.MACHINES["as it is, AVX2"]

@@ -75,9 +75,9 @@ class Recorded:
     start: int  # tokens of the prompt
     trees: list[Tree]  # below the answer's first token, its second, ...
 
-    def drafted_at(self, place: int) -> Tree:
-        """Below the token at `place`; an answer that is over goes on with its last draft."""
-        return self.trees[min(place - self.start, len(self.trees) - 1)]
+    def draft(self, given: int) -> Tree:
+        """Below the answer's token after the first `given`; an answer that is over goes on with its last draft."""
+        return self.trees[min(given, len(self.trees) - 1)]
 
 
 def record(
@@ -133,36 +133,36 @@ class Machine:
     def answer(self, answers: Sequence[Recorded], budget: Budget) -> None:
         """The loop of `hf_clover/decoding/loop.py`, with drafts that are there and a target that has answered. A batch
         takes as long as as many tokens of one row."""
-        places = [answer.start for answer in answers]  # of each row's last token
+        given = [0] * len(answers)  # tokens of each row behind its answer's first
+        widest = max(answer.start for answer in answers)  # prompts are padded to one width
         copies = Copies([answer.ids[: answer.start + 1] for answer in answers], COPIES)
         fresh, running = [[] for _ in answers], list(range(len(answers)))
-        widest = max(places)  # prompts are padded to one width
         while running:
             copies.take_in(fresh)
             paths = copies.paths(running)
             paths = paths if paths[0].shape[1] else None
-            rows = [place for place, row in enumerate(running) if places[row] < len(answers[row].ids) - 1]
-            lengths = [widest + places[running[place]] + 1 - answers[running[place]].start for place in rows]
+            texts = [answers[row].ids[answers[row].start + given[row] :] for row in running]  # from the last token on
+            rows = [place for place, text in enumerate(texts) if len(text) > 1]  # of those running, the unfinished
+            lengths = [widest + given[running[place]] + 1 for place in rows]
             nodes, copied = budget.ask(lengths, copies=None if paths is None else paths[1][rows])
-            tree = root_only(torch.tensor([answers[row].ids[places[row]] for row in running]))
+            tree = root_only(torch.tensor([text[0] for text in texts]))
             if nodes:
-                tree = in_rows([answers[row].drafted_at(places[row]).first(min(nodes, DRAFTED)) for row in running])
+                tree = in_rows([answers[row].draft(given[row]).first(min(nodes, DRAFTED)) for row in running])
             if paths is not None and (copied or nodes):
                 tree = with_path(tree, *paths, copied or tree.size - 1)
             tree = budget.cut(tree, rows, lengths)
-            walks = [walked(tree, place, answers[running[place]].ids[places[running[place]] + 1 :]) for place in rows]
+            walks = [walked(tree, place, texts[place][1:]) for place in rows]
             draft = self.took(self.drafts, nodes * len(running)) if nodes else 0.0
             forward = self.took(self.forwards, tree.size * len(running) - 1)
             budget.learn(tree, walks, draft, forward)
-            fresh = [[] for _ in answers]
+            fresh, going = [[] for _ in answers], []
             for place, path in zip(rows, walks, strict=True):
-                row = running[place]
-                fresh[row] = answers[row].ids[places[row] + 1 : places[row] + 1 + len(path)]
-                places[row] += len(path)
-                self.tokens += len(path)
-            self.seconds += draft + forward
+                row, text = running[place], texts[place]
+                fresh[row] = text[1 : 1 + len(path)]
+                given[row] += len(path)
+                going += [row] if len(text) > 1 + len(path) else []
+            self.seconds, self.tokens = self.seconds + draft + forward, self.tokens + sum(map(len, walks))
             self.steps, self.drafted = self.steps + 1, self.drafted + (nodes > 0)
-            going = [row for row in running if places[row] < len(answers[row].ids) - 1]
             if len(going) <= DROP_BELOW * len(running):
                 running = going
 
