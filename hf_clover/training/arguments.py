@@ -13,12 +13,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import unwrap
 from .config import WITH_MUON, CloverTrainingConfig
 from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, MuonAndAdamW
 from .teacher import loading_whole
+
+logger = logging.get_logger(__name__)
 
 _NO_LOGITS = "heads give no logits to compute it from; accuracies and acceptance lengths are logged by themselves"
 _REFUSED_ARGUMENTS = {
@@ -83,6 +86,12 @@ def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: A
         args.weight_decay = MUON_DECAY if with_muon else 0.0
     if not with_muon:
         return None
+    if args.muon_learning_rate is None and heads.name_or_path:
+        logger.warning(
+            f"The heads from `{heads.name_or_path}` go on at the rates for new ones, at which trained heads first "
+            "forget what they know. If they are trained, pass small rates: `muon_learning_rate=0.003` and "
+            "`learning_rate=2e-4`."
+        )
     rate = MUON_RATE if args.muon_learning_rate is None else args.muon_learning_rate
     options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return MuonAndAdamW, {"lr": args.learning_rate, "muon_lr": rate, **options}

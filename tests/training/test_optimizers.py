@@ -167,6 +167,22 @@ def test_a_short_run_takes_larger_steps(tmp_path: Path) -> None:
     assert set(seen[0.005]) == {0.005}
 
 
+def test_trained_heads_that_go_on_are_told_of_small_rates(
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    target, path = make_target(), str(tmp_path / "heads")
+    CloverHeads.from_target(target, num_heads=2).save_pretrained(path)
+    said = f"heads from `{path}` go on at the rates for new ones"
+    make_trainer(tmp_path, target)
+    make_trainer(tmp_path, target, options={"model": path}, model_init_kwargs=None, muon_learning_rate=0.003)
+    assert said not in transformers_log.text
+    for model in (path, CloverHeads.from_pretrained(path)):
+        transformers_log.clear()
+        make_trainer(tmp_path, target, options={"model": model}, model_init_kwargs=None)
+        assert said in transformers_log.text
+        assert "pass small rates: `muon_learning_rate=0.003` and `learning_rate=2e-4`" in transformers_log.text
+
+
 @pytest.mark.parametrize("given", [0.0, 0.3])
 def test_the_users_own_weight_decay(tmp_path: Path, given: float) -> None:
     options = {"variant": "clover-x", "num_heads": 2}
