@@ -86,13 +86,15 @@ def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: A
         args.weight_decay = MUON_DECAY if with_muon else 0.0
     if not with_muon:
         return None
-    if args.muon_learning_rate is None and heads.name_or_path:
-        logger.warning(
-            f"The heads from `{heads.name_or_path}` go on at the rates for new ones, at which trained heads first "
-            "forget what they know. If they are trained, pass small rates: `muon_learning_rate=0.003` and "
-            "`learning_rate=2e-4`."
-        )
-    rate = MUON_RATE if args.muon_learning_rate is None else args.muon_learning_rate
+    rate = args.muon_learning_rate
+    if rate is None:
+        rate = MUON_RATE
+        if heads.name_or_path:
+            logger.warning(
+                f"The heads from `{heads.name_or_path}` go on at the rates for new ones, at which trained heads first "
+                "forget what they know. If they are trained, pass small rates: `muon_learning_rate=0.003` and "
+                "`learning_rate=2e-4`."
+            )
     options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     return MuonAndAdamW, {"lr": args.learning_rate, "muon_lr": rate, **options}
 
