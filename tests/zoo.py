@@ -15,8 +15,7 @@ Contract:
 - Token 0 is padding; its embedding row is zero, so greedy decoding does not choose it. No token ends a generation
   unless the caller passes `eos_token_id`.
 - What plain generate itself does not keep, no test may ask: a left-padded row of rwkv, recurrent_gemma or llama4_tuned
-  differs from the same prompt alone, a prompt of one token goes on from recurrent_gemma's call before, and
-  falcon_alibi differs between sdpa and eager (which adds its bias twice).
+  differs from the same prompt alone, and falcon_alibi differs between sdpa and eager (which adds its bias twice).
 
 This module knows nothing of Clover: it is transformers only.
 """
