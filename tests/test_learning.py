@@ -124,7 +124,7 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
     course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
     course.prepare()
     of_each = {}
-    for name in ("clover-2", "medusa", "eagle-1", "eagle-3", "dflash", "dspark", "hydra++"):
+    for name in ("clover-2", "clover", "medusa", "eagle-1", "eagle-3", "dflash", "dspark", "hydra++"):
         trained = course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
         assert not trained.heads.training  # EAGLE-1 puts noise on features in training, and only there
         of_each[name] = seen[:]
@@ -265,7 +265,8 @@ def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
     course.classroom = Fake()
     monkeypatch.setattr(course, "chain", lambda heads, rows: [0.5, 0.3 if "muon_learning_rate" in heads else 0.2])
     assert course.tuned(learning.DRAFTERS["clover-x"]) == ("defaults", {})
-    assert course.tuned(learning.DRAFTERS["clover-2"]) == ("as in its paper", {"learning_rate": 1e-3})
+    for paper in ("clover-2", "clover"):
+        assert course.tuned(learning.DRAFTERS[paper]) == ("as in its paper", {"learning_rate": 1e-3})
     assert tried == []
     assert course.tuned(learning.DRAFTERS["eagle-1"]) == ("Muon 0.02", {"muon_learning_rate": 0.02})
     assert len(tried) == 3

@@ -40,6 +40,7 @@ OURS = "clover-x"
 DEPTH = 8  # of the longest chain that is looked at
 ROW = 256  # tokens of held-out text, at most, in which chains are looked at
 EVERY = 4  # how many places of it are one that is looked at
+AS_IN_ITS_PAPER = {"as in its paper": {"learning_rate": 1e-3}}  # both papers' rate
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Drafter:
     recipe: dict[str, dict[str, Any]] | None = None  # the only one to train it by, by its name
 
     def optimizers(self, rates: Sequence[float], muon_rates: Sequence[float]) -> dict[str, dict[str, Any]]:
-        """Arguments of the trainer to choose from, by name. Ours is trained as a newcomer would, by the defaults, and
-        `clover-2` as its paper does; all else by whichever of AdamW and our Muon serves it best, so that only the
-        network differs."""
+        """Arguments of the trainer to choose from, by name. Ours is trained as a newcomer would, by the defaults,
+        `clover-2` and `clover` as their papers do; all else by whichever of AdamW and our Muon serves it best, so
+        that only the network differs."""
         if self.recipe is not None:
             return self.recipe
         found = {f"AdamW {rate:g}": {"learning_rate": rate} for rate in rates}
@@ -76,8 +77,10 @@ DRAFTERS: dict[str, Drafter] = {
     drafter.name: drafter
     for drafter in (
         _variant(OURS, OURS, {"defaults": {}}),
-        _variant("clover-2", "clover-2", {"as in its paper": {"learning_rate": 1e-3}}),
+        _variant("clover-2", "clover-2", AS_IN_ITS_PAPER),
         _variant("clover-2, tuned", "clover-2"),
+        _variant("clover", "clover", AS_IN_ITS_PAPER),
+        _variant("clover, tuned", "clover"),
         _variant("medusa", "medusa"),
         *map(_rival, RIVALS.values()),
     )
