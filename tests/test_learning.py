@@ -276,6 +276,14 @@ def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
     assert [row["chain"] for row in ledger.find("tuning", drafter="eagle-1")] == [0, 0.7, 0.8]
 
 
+def test_texts_that_are_shorter_than_a_sample(learning, folder):
+    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
+    course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+    course.prepare()
+    course.classroom.data.train = course.data.train.map(lambda row: {"input_ids": row["input_ids"][:3]})
+    assert course.classroom.seconds_per_token() > 0
+
+
 def test_nothing_to_measure(learning, folder, tmp_path):
     with pytest.raises(ValueError, match=r"`--measure`: there are no heads .* without it first"):
         run(learning, folder, tmp_path, "--measure", "--budgets", "17")
