@@ -194,6 +194,11 @@ def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path,
         assert set(row["by_category"]) == {"math", "qa"}
         assert all(set(figures) == set(learning.WAYS) for figures in row["by_category"].values())
         assert all(0 <= share <= 1 for shares in row["accepted_by_position"].values() for share in shares)
+    chain, greedy, sampled = result["figure"]["panels"]
+    assert [p["title"] for p in (greedy, sampled)] == ["tiny: chain of 7", "tiny: chain of 7, sampled"]
+    worth = {row["drafter"]: [row["tokens_per_forward"]["chain of 7"]] for row in result["rows"]}
+    assert {one["label"]: one["y"] for one in greedy["series"]} == worth
+    assert [one["label"] for one in chain["series"]] == list(worth)
     assert result["settings"]["questions"] == "questions.jsonl"
     assert str(tmp_path) not in json.dumps(result["settings"])
     run(learning, folder, work, *options, "--measure", "--batch-sizes", "1")

@@ -81,8 +81,9 @@ class Ledger:
 
 
 def panels(ledger: Ledger) -> list[dict[str, Any]]:
-    """For each target, by training tokens: chain length, and the speedup of the automatic tree at batch 1, which is
-    over plain generate in the same run, since a machine's speed changes from one run to the next."""
+    """For each target, by training tokens: chain length; the tokens per forward of chains on questions, which take
+    no copies from the text; and the speedup of the automatic tree at batch 1, which is over plain generate in the same
+    run, since a machine's speed changes from one run to the next."""
     drawn = []
     for target in dict.fromkeys(row["target"] for row in ledger.parts["rows"]):
         rows, timings = ledger.find("rows", target=target), ledger.find("timings", target=target)
@@ -92,6 +93,9 @@ def panels(ledger: Ledger) -> list[dict[str, Any]]:
         along, log = "training tokens", "log10"
         chains = _lines(rows, "chain")
         drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
+        for way in (way for way in rows[0]["tokens_per_forward"] if way.startswith("chain")):
+            worth = [{**row, way: row["tokens_per_forward"][way]} for row in rows]
+            drawn.append(panel("lines", f"{target}: {way}", along, "tokens per forward", _lines(worth, way), log))
         if others:
             title, plain = f"{target}: speedup, batch {smallest}", {"y": 1.0, "label": "plain generate"}
             speeds = _lines(others, "speedup")
