@@ -189,8 +189,9 @@ class Classroom:
 
     def seconds_per_token(self) -> float:
         """Of the target's pass, which every run would need that does not find the states on disk."""
-        rows = sorted(self.data.train["input_ids"][:64], key=len)[-8:]
-        rows = torch.tensor([ids[: len(rows[0])] for ids in rows]).to(self.target.device)  # [rows, length]
+        samples = self.data.train.select(range(min(64, len(self.data.train))))
+        length = sorted(map(len, samples["input_ids"]))[-8:][0]  # that eight of them have
+        rows = full_rows(samples, length)[:8].to(self.target.device)  # [rows, length]
         clock = time.perf_counter if self.target.device.type == "cuda" else time.process_time
         teacher = Teacher(self.target, CloverHeads.from_target(self.target, variant="medusa"))
         teacher.hidden_states({"input_ids": rows})

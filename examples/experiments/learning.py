@@ -3,8 +3,8 @@
 Two targets, three training budgets (1 : 10 : 100), three seeds. Every drafter learns from the same samples of the
 target's own text in the same order, and drafts through the same tree, budget, verification and walk. Each budget is a
 run of its own with its own schedule, not a look at a longer run on its way, since the rate has come down when a run
-ends. Ours takes the trainer's defaults, and clover-2 its paper's; each of the others, clover-2 once more among them,
-the optimizer and rate that were best for it in short runs, measured on other samples.
+ends. Ours takes the trainer's defaults, and clover-2 and clover their papers'; each of the others, these two once more
+among them, the optimizer and rate that were best for it in short runs, measured on other samples.
 
 Every finished run is written down at once, and a run that was stopped goes on where it was. Figures that no clock is
 needed for come first; then, on a machine that does nothing else, `--measure` takes the times of all saved heads, side
@@ -376,7 +376,7 @@ def parse(argv: Sequence[str] | None, doc: str | None = __doc__) -> argparse.Nam
     parser.add_argument("--budgets", nargs="+", type=int, help="tokens to train on")
     parser.add_argument("--seeds", nargs="+", type=int, help="of the heads and of the order of samples")
     parser.add_argument(
-        "--rates", nargs="*", type=float, help=f"AdamW's, to choose from, for all but {OURS} and clover-2"
+        "--rates", nargs="*", type=float, help=f"AdamW's, to choose from, for all but {OURS}, clover-2 and clover"
     )
     parser.add_argument("--muon-rates", nargs="*", type=float, help="Muon's likewise, of a run of 400 steps or more")
     parser.add_argument("--tuning-tokens", type=int, help="in each of the runs that choose")

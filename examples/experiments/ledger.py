@@ -8,6 +8,8 @@ import argparse
 import datetime
 import json
 import statistics
+from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +93,27 @@ def panels(ledger: Ledger) -> list[dict[str, Any]]:
         automatic = [row for row in timings if (row["batch_size"], row["nodes"]) == (smallest, None)]
         others = [row for row in automatic if row["drafter"] != "plain"]
         along, log = "training tokens", "log10"
-        chains = _lines(rows, "chain")
+        chains = _lines(rows, itemgetter("chain"))
         drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
-        for way in (way for way in rows[0]["tokens_per_forward"] if way.startswith("chain")):
-            worth = [{**row, way: row["tokens_per_forward"][way]} for row in rows]
-            drawn.append(panel("lines", f"{target}: {way}", along, "tokens per forward", _lines(worth, way), log))
+        for way in rows[0]["tokens_per_forward"]:
+            if way.startswith("chain"):
+                worth = _lines(rows, lambda row, way=way: row["tokens_per_forward"][way])
+                drawn.append(panel("lines", f"{target}: {way}", along, "tokens per forward", worth, log))
         if others:
             title, plain = f"{target}: speedup, batch {smallest}", {"y": 1.0, "label": "plain generate"}
-            speeds = _lines(others, "speedup")
+            speeds = _lines(others, itemgetter("speedup"))
             drawn.append(panel("lines", title, along, "times plain generate", speeds, log, reference=plain))
     return drawn
 
 
-def _lines(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
-    """A line for each drafter: the mean over seeds, with the range."""
+def _lines(rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]) -> list[dict[str, Any]]:
+    """A line for each drafter of a row's `figure`: the mean over seeds, with the range."""
     drafters = [drafter for drafter in DRAFTERS if any(row["drafter"] == drafter for row in rows)]
     found = []
     for drafter in drafters:
         points = []
         for tokens in sorted({row["tokens"] for row in rows}):
-            values = [row[name] for row in rows if (row["drafter"], row["tokens"]) == (drafter, tokens)]
+            values = [figure(row) for row in rows if (row["drafter"], row["tokens"]) == (drafter, tokens)]
             if values:
                 points.append((tokens, (statistics.fmean(values), min(values), max(values))))
         found.append(line(drafter, points))
