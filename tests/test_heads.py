@@ -142,6 +142,25 @@ def test_padding_on_the_left_changes_nothing(variant):
         )
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_may_lay_its_results_out_as_cuda_does(variant, monkeypatch):
+    """CUDA's kernels hand a batch back position by position and not head by head."""
+    heads = make_heads(variant=variant)
+    mask = torch.tensor([[0] * 3 + [1] * (LENGTH - 3), [1] * LENGTH])
+    given = inputs()
+    expected = heads(*given, attention_mask=mask).head_outputs
+    attend, calls = nn.functional.scaled_dot_product_attention, []
+
+    def by_position(*args, **kwargs):
+        calls.append(attend(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2))
+        return calls[-1]
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", by_position)
+    torch.testing.assert_close(heads(*given, attention_mask=mask).head_outputs, expected)
+    assert not any(result.is_contiguous() for result in calls)
+    assert bool(calls) == (variant != "medusa")
+
+
 def test_the_two_inputs_must_fit():
     heads = make_heads()
     hidden, ids = inputs()

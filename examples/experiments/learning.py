@@ -190,8 +190,8 @@ class Course:
         optimizer, arguments = self.tuned(drafter)
         trained = self.classroom.train(drafter, tokens, seed, arguments)
         heads = trained.heads.to(self.target.dtype)
-        by_depth = self.chain(heads, self.to_measure_on)
         heads.save_pretrained(self.folder_of(drafter.name, tokens, seed))
+        by_depth = self.chain(heads, self.to_measure_on)
         row = {
             **dict(zip(KEY, (self.name, drafter.name, tokens, seed))),
             "optimizer": optimizer,

@@ -242,7 +242,7 @@ class CloverAttention(nn.Module):
         else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
             groups = q.shape[1] // k.shape[1]
             rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
-            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).view_as(q)
+            out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).reshape(q.shape)
         return self.o_proj(out.transpose(1, 2).flatten(-2)), v
 
 
