@@ -265,7 +265,7 @@ class Bench:
         yield speed("dynamic", first)
         yield speed("static", first)
         for cache in ("dynamic", "static"):
-            yield f"steps {cache}", 15, 60, functools.partial(self.steps, cache)
+            yield f"steps {cache}", 15, 120, functools.partial(self.steps, cache)
         yield "training", 15, 60, self.training
         for size in more:
             yield speed("dynamic", size)
