@@ -107,6 +107,13 @@ def test_other_tokens_are_found_with_their_margin(target):
     assert first["margin"] > 0
 
 
+def test_samples_that_part_have_no_margin(target):
+    half = Method("half", {"suppress_tokens": list(range(12))})
+    _, other = run(target, [plain(), half], temperature=1.0)
+    assert other["identical"] is False
+    assert {difference["margin"] for difference in other["differences"]} == {None}
+
+
 def test_what_cannot_run_says_why(target, heads):
     lookup = parse_method("prompt-lookup", target)
     base, single = run(target, [plain(), lookup])

@@ -5,6 +5,7 @@ import gc
 import json
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from zoo import build, ragged_batch
 from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
 from hf_clover.decoding import drafting_copy, heads_run
 from hf_clover.decoding.record import speculations
+from hf_clover.measure.benchmark import benchmark, plain
+from hf_clover.measure.figures import figure_of
+from hf_clover.measure.tables import setting_of
 from hf_clover.network import packing
 
 pytestmark = [
@@ -220,7 +224,9 @@ def test_benchmark_measures_packed_and_not(words):
     few = ["--prompts", str(prompts), "--num-prompts", "2", "--repeats", "1", "--max-new-tokens", "12", "--nodes", "4"]
     said = CliRunner().invoke(cli.app, ["benchmark", *models, *few, "--against", "prompt-lookup", "--json"])
     assert said.exit_code == 0, said.output
-    rows = {row["method"]: row for row in json.loads(said.stdout)["rows"]}
+    result = json.loads(said.stdout)
+    assert result["packed"] is False, "the target itself, of which a copy was packed"
+    rows = {row["method"]: row for row in result["rows"]}
     names = ["plain", "clover-x", "prompt-lookup"]
     assert list(rows) == [*names, *(f"{name}, packed" for name in names)]
     speed = {name: row["tokens_per_second"] for name, row in rows.items()}
@@ -230,6 +236,14 @@ def test_benchmark_measures_packed_and_not(words):
         assert rows[f"{name}, packed"]["speedup"] == pytest.approx(speed[f"{name}, packed"] / speed["plain, packed"])
     assert rows["plain, packed"]["speedup"] == pytest.approx(speed["plain, packed"] / speed["plain"])
     assert rows["plain, packed"]["tokens_per_forward"] == 1
+
+
+def test_a_benchmark_of_a_packed_target_says_so(target):
+    pack_for_cpu(target)
+    result = benchmark(target, SimpleNamespace(pad_token_id=0), [plain()], [[3, 4]], max_new_tokens=2, repeats=1)
+    assert result["packed"] is True
+    assert "packed weights" in setting_of(result)
+    assert "float32; packed weights" in figure_of(result)["note"]
 
 
 @pytest.mark.parametrize("command", ["generate", "verify"])

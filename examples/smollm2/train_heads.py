@@ -72,11 +72,12 @@ def benchmarks_of(files: list[Path]) -> list[dict[str, Any]]:
             tree = "automatic trees" if row["nodes"] is None else f"trees of {row['nodes']} nodes"
             picks = "greedy" if row["temperature"] == 0 else f"temperature {row['temperature']:g}"
             how = f"{result['max_new_tokens']} new tokens, {picks}, {tree}"
-            if "packed" in row["method"]:
-                how += ", packed weights"
+            baseline = "plain generate"
+            if result.get("packed") or "packed" in row["method"]:
+                how, baseline = f"{how}, packed weights", f"{baseline} with packed weights"
             parts = [({}, row), *(({"category": name}, part) for name, part in row.get("categories", {}).items())]
             benchmark = {"prompts": f"{result['prompts']}, {how}", "precision": result["dtype"]}
-            benchmark |= {"baseline": "plain generate", **source, "rows": []}
+            benchmark |= {"baseline": baseline, **source, "rows": []}
             for category, part in parts:
                 figures = {key: part[key] for key in ("tokens_per_forward", "speedup", "efficiency")}
                 benchmark["rows"].append({**category, "batch_size": row["batch_size"], **figures})

@@ -141,7 +141,8 @@ def measure(
                             methods[place].target or target, run, of_turn[baseline(place)]
                         ):
                             if (place, row) not in parted:
-                                where = {"prompt": group[row], "position": position, "margin": _number(margin)}
+                                lead = _number(margin) if temperature == 0 else None  # a sample is no preference
+                                where = {"prompt": group[row], "position": position, "margin": lead}
                                 if isinstance(questions[row], Question):
                                     where |= {"turn": turn + 1, "question": questions[row].id, "category": category}
                                 differences[place].append(where)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..network.packing import is_packed
 from .prompts import Question, kind_of, prompt_after
 from .provenance import provenance
 
@@ -71,6 +72,7 @@ def circumstances(
         "max_new_tokens": max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": target.device.type,
+        "packed": any(is_packed(module) for module in target.modules()),
         **provenance(),
         "date": datetime.date.today().isoformat(),
     }

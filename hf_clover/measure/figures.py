@@ -203,7 +203,8 @@ def _note(result: Mapping[str, Any]) -> str:
     ranges = f"median of {result['repeats']} runs, with the lowest and the highest" if result["repeats"] > 1 else ""
     broken_off = None if result.get("is_whole", True) else "broken off before all was measured"
     what = [f"{result['num_prompts']} prompts, {result['max_new_tokens']} new tokens each", ranges, broken_off]
-    where = [result.get("machine"), result.get("device"), result.get("dtype"), result.get("date")]
+    weights = "packed weights" if result.get("packed") else None
+    where = [result.get("machine"), result.get("device"), result.get("dtype"), weights, result.get("date")]
     lines = [what, where, [result.get("command")]]
     unlike = _values((row for row in result["rows"] if row.get("identical") is False), "method")
     lines.append([f"other tokens than plain generate: {', '.join(unlike)}" if unlike else None])

@@ -120,6 +120,8 @@ def notes_of(result: Mapping[str, Any]) -> Iterator[str]:
 def setting_of(result: Mapping[str, Any]) -> str:
     """What all rows have in common, in one line."""
     said = [f"{result['target']}, {result['dtype']} on {result['device']}"]
+    if result.get("packed"):
+        said.append("packed weights")
     said.append(f"{result['num_prompts']} {result['prompts']} prompts, {result['max_new_tokens']} new tokens each")
     sizes, temperatures = ({row[name] for row in result["rows"]} for name in ("batch_size", "temperature"))
     if len(sizes) == 1:

@@ -79,3 +79,9 @@ def test_a_benchmark_comes_onto_the_card(script, trained):
     card = (trained / "heads" / "README.md").read_text()
     assert "questions.jsonl, 8 new tokens, greedy, automatic trees" in card
     assert f"{result['rows'][1]['tokens_per_forward']:.2f}" in card
+    assert "packed weights" not in card
+    write({**result, "packed": True}, trained / "packed.json")
+    script.main(["answers.jsonl", "--output", str(trained / "heads"), "--benchmark", str(trained / "packed.json")])
+    card = (trained / "heads" / "README.md").read_text()
+    assert "greedy, automatic trees, packed weights; " in card
+    assert "baseline: plain generate with packed weights." in card
