@@ -24,6 +24,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from hf_clover import CloverHeads, pack_for_cpu
 from hf_clover.decoding.drafting import CloverCandidateGenerator
 from hf_clover.decoding.drafting_copy import drafting_copy
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import root_only
 
@@ -52,11 +53,11 @@ def calls_of(
     run.commit([()])
 
     cache = DynamicCache(config=target.config)
-    target(input_ids=prompt, attention_mask=mask, past_key_values=cache)
+    target(input_ids=prompt, attention_mask=mask, **{cache_name(): cache})
     plain = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "position_ids": positions[:, -1:] + 1}
 
     def plain_forward() -> None:
-        target(input_ids=token[:, None], past_key_values=cache, use_cache=True, **plain)
+        target(input_ids=token[:, None], use_cache=True, **{cache_name(): cache}, **plain)
         cache.crop(-1)
 
     calls: Timed = {("plain", 1): plain_forward}

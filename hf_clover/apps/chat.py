@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from ..decoding.private_api import cache_name
 from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
 from .live import LiveStreamer
@@ -67,10 +68,9 @@ class Conversation:
         input_ids = torch.tensor([ids], device=self.target.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         try:
-            out = record.generate(
-                self.target, inputs, self.heads, past_key_values=cache, max_new_tokens=room, **self.options
-            )
-            self.cache = out.past_key_values
+            options = {cache_name(): cache, "max_new_tokens": room, **self.options}
+            out = record.generate(self.target, inputs, self.heads, **options)
+            self.cache = out[cache_name()]
         finally:
             self._said(text, ids, record.tokens)
         return out

@@ -27,12 +27,19 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from .one_by_one import one_by_one
-from .private_api import any_goes_on, as_for_decoding, inputs_after, inputs_of_step, is_the_users, read_prompt
+from .private_api import (
+    any_goes_on,
+    as_for_decoding,
+    cache_name,
+    inputs_after,
+    inputs_of_step,
+    is_the_users,
+    read_prompt,
+)
 from .target_run import Held, capture_before_final_norm
 from .tree import Tree, root_only
 
 MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 class ChainRun:
@@ -51,7 +58,7 @@ class ChainRun:
         self.target, self.generation_config, self.replays = target, config, replays
         self.steps = steps
         self.model_kwargs = dict(model_kwargs)  # the prompt's
-        self.theirs = self.model_kwargs.pop("past_key_values", None)  # the user's, or a new one that plain would use
+        self.theirs = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = _columns(self.theirs)  # of an earlier turn
         self.root_position: torch.Tensor  # [B, 1] of the chain that was committed last
         self.hidden: torch.Tensor | None = None  # [B, n, d] of the last chain, before the final norm
@@ -100,7 +107,7 @@ class ChainRun:
         """The prompt, as plain generate does it -> logits [B, 1, V] of its last token. `limit`: the text's length."""
         cache, given = self.theirs, dict(self.model_kwargs)
         if isinstance(cache, DynamicCache):
-            given["past_key_values"] = copied(cache)
+            given[cache_name()] = copied(cache)
         self._captured.clear()
         outputs = read_prompt(self.target, input_ids, self.generation_config, given)
         self.hidden = self._take_hidden()
@@ -118,7 +125,7 @@ class ChainRun:
         self.cache.lengths = [self._prompt_length] * batch
         self._ids, self._left = input_ids, limit - input_ids.shape[1] - 1
         self._inputs = inputs_after(self.target, outputs, given)
-        self._name = next((name for name in CACHE_NAMES if name in outputs), None)
+        self._name = next((name for name in (cache_name(), "cache_params", "state") if name in outputs), None)
         self._has_cache = self._name is not None and self._inputs.get(self._name) is not None
         if not self._has_cache:
             self.replays, self._behind = True, input_ids.shape[1]

@@ -17,7 +17,7 @@ from ..network.modeling_clover import CloverHeads
 from .budget import make_budget
 from .chain import ChainRun
 from .heads_run import HeadsRun
-from .private_api import any_goes_on
+from .private_api import any_goes_on, cache_name
 from .ranks import shared_budget
 from .record import Speculation, report
 from .state import Text
@@ -87,6 +87,5 @@ def speculate(
     report(stats)
     if not text.config.return_dict_in_generate:
         return sequences
-    return CloverGenerateOutput(
-        sequences=sequences, scores=text.scores, logits=text.logits, past_key_values=cache, speculation=stats
-    )
+    record = {"scores": text.scores, "logits": text.logits, cache_name(): cache}
+    return CloverGenerateOutput(sequences=sequences, **record, speculation=stats)

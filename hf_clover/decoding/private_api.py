@@ -1,4 +1,5 @@
-"""Every private name of transformers, trl and torch that is used outside the network, behind a name that explains it.
+"""Every private name of transformers, trl and torch that is used outside the network, behind a name that explains it,
+and the public names that their versions spell differently.
 
 Contract: `why_unavailable` checks, before a call of `generate` relies on them, the names of transformers that decoding
 cannot do without, with the parameters that are passed to them. What is merely good to have is asked for with a default
@@ -39,6 +40,14 @@ def generation_mixin() -> type:
     from transformers.generation.utils import GenerationMixin
 
     return GenerationMixin
+
+
+@functools.cache
+def cache_name() -> str:
+    """What `generate`, forwards and their outputs call the cache: `cache` since transformers 5.24, and
+    `past_key_values` before."""
+    parameters = inspect.signature(generation_mixin().prepare_inputs_for_generation).parameters
+    return next((name for name in ("cache", "past_key_values") if name in parameters), "cache")
 
 
 def original(name: str) -> Callable[..., Any]:
@@ -157,7 +166,7 @@ def wants_compiling(target: "PreTrainedModel", config: "GenerationConfig", plain
     valid = getattr(target, "_valid_auto_compile_criteria", None)
     if valid is None or plain_cache is None or "llama4" in target.config.model_type:  # as `get_compiled_call` says
         return False
-    return bool(valid({"past_key_values": plain_cache}, config))
+    return bool(valid({cache_name(): plain_cache}, config))
 
 
 # ---------------------------------------------------------------------- what compiled graphs are told of tensors

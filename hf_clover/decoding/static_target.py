@@ -21,7 +21,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from .cache import Moves, Slots, TreeCache, TreeLayer
 from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, visible_columns
-from .private_api import may_vary, stays_in_place
+from .private_api import cache_name, may_vary, stays_in_place
 from .target_memory import memory_of
 
 NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with the root
@@ -268,10 +268,9 @@ def verify_step(
         input_ids=tokens,
         position_ids=torch.minimum(starts + shift + depths, last),
         attention_mask=rules.arrange(masks),
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
-        **kwargs,
+        **{cache_name(): cache, **kwargs},
     )
     hidden = _sink[-1] if _sink else None
     _sink = slots.index = None

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..network.target_parts import device_of
 from .attention import TREE_ATTENTION, shared_heads
 from .chain import ChainRun
-from .private_api import attention_of, has_sdpa, keeps_a_state
+from .private_api import attention_of, cache_name, has_sdpa, keeps_a_state
 from .state import Text
 from .target_memory import memory_of
 from .target_run import TargetRun, takes_positions
@@ -52,7 +52,7 @@ AS_TREES = Route(TREE)
 def choose_route(
     target: PreTrainedModel, text: Text, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Route:
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(cache_name())
     if not model_kwargs.get("use_cache", True):
         return Route(PLAIN, "`use_cache=False` leaves nothing to draft from")
     if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
@@ -97,8 +97,8 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     if kinds:
         return f"it has layers of type {', '.join(sorted(kinds))}"
     parameters = inspect.signature(target.forward).parameters
-    if "past_key_values" not in parameters:
-        return "its forward takes no `past_key_values`"
+    if cache_name() not in parameters:
+        return f"its forward takes no `{cache_name()}`"
     if "position_ids" not in parameters:
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
@@ -202,10 +202,10 @@ def _tree_error(target: PreTrainedModel) -> float:
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
     # One step of plain generate, padding and cache included, is what the first tree's roots must be.
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=prompt, past_key_values=cache, **kwargs)
+    target(input_ids=prompt, **{cache_name(): cache}, **kwargs)
     step = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "position_ids": positions[:, -1:] + 1}
     roots = torch.tensor(tokens, device=device)[:, :1]
-    stepped = target(input_ids=roots, past_key_values=cache, use_cache=True, **step).logits[:, -1]  # [2, V]
+    stepped = target(input_ids=roots, **{cache_name(): cache}, use_cache=True, **step).logits[:, -1]  # [2, V]
 
     run, errors = TargetRun(target, GenerationConfig(), kwargs), []
     with run.open():
@@ -295,7 +295,7 @@ def _chain_error(target: PreTrainedModel, route: Route, rows: int, has_cache: bo
         if takes_positions(target):
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         if has_cache:  # the kind that generate makes; other targets make their own
-            kwargs["past_key_values"] = DynamicCache(config=target.config.get_text_config(decoder=True))
+            kwargs[cache_name()] = DynamicCache(config=target.config.get_text_config(decoder=True))
         one, got, place = ChainRun(target, GenerationConfig(), kwargs, *how), [], 0
         with one.open():
             one.prefill(prompt, limit=prompt.shape[1] + texts.shape[1])

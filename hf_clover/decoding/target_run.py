@@ -21,7 +21,7 @@ from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
-from .private_api import any_goes_on, as_for_decoding, is_the_users, read_prompt, wants_compiling
+from .private_api import any_goes_on, as_for_decoding, cache_name, is_the_users, read_prompt, wants_compiling
 from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
@@ -38,7 +38,7 @@ CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 
 # Inputs of the prompt alone, or made anew for every forward: the rest of `model_kwargs` goes into every forward.
 _PROMPT_INPUTS = (
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache_position"),
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_position"),
     *("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "logits_to_keep", "labels", "use_cache"),
     *("pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "input_features"),
     *("pixel_attention_mask", "input_features_mask", "image_embeds", "mm_encoder_outputs", "second_per_grid_ts"),
@@ -67,7 +67,7 @@ class TargetRun:
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
         self.widest = widest
-        self.theirs = self.model_kwargs.pop("past_key_values", None)  # the user's, or a new one that plain would use
+        self.theirs = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
         self.is_compiled = False
         self._step: Callable = verify_step
@@ -107,12 +107,12 @@ class TargetRun:
         if wants_compiling(self.target, self.generation_config, self.theirs):
             self._become_static(batch)
         self._load(self.theirs)
-        kwargs = {**self.model_kwargs, "past_key_values": self.cache}
+        kwargs = {**self.model_kwargs, cache_name(): self.cache}
         self._captured.clear()
         known = self.cache.get_seq_length()
         outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
         if self.cache.get_seq_length() == known:  # Phi-3 starts a cache of its own for a prompt beyond some length
-            self._load(outputs.past_key_values)
+            self._load(outputs[cache_name()])
         self.cache.finish_filling(batch)
         self.hidden = self._take_hidden()
         positions = kwargs["position_ids"]
@@ -144,10 +144,9 @@ class TargetRun:
             input_ids=tree.tokens,
             position_ids=positions,
             attention_mask=self._masks(tree),
-            past_key_values=self.cache,
             use_cache=True,
             return_dict=True,
-            **self.forward_kwargs,
+            **{cache_name(): self.cache, **self.forward_kwargs},
         )
         return outputs.logits, None
 

@@ -32,6 +32,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..decoding.private_api import cache_name
 from ..decoding.record import Speculation, speculations
 from ..decoding.support import rounding_tolerance
 from ..decoding.target_run import takes_positions
@@ -256,7 +257,7 @@ def _last_logits(target: PreTrainedModel, text: torch.Tensor, widths: Sequence[i
             inputs["position_ids"] = torch.arange(done, done + width, device=text.device)[None]
         if keeps_few:
             inputs["logits_to_keep"] = min(width, keep)
-        parts.append(target(**inputs, past_key_values=cache, use_cache=True).logits[0].float())
+        parts.append(target(**inputs, **{cache_name(): cache}, use_cache=True).logits[0].float())
         done += width
     return torch.cat(parts)[-keep:]
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..decoding.private_api import inputs_after, read_prompt
+from ..decoding.private_api import cache_name, inputs_after, read_prompt
 from ..decoding.state import Text
 
 
@@ -49,7 +49,7 @@ def decode(
     may_leave = (
         text.scores_decide  # what looks at the text may keep account of the rows
         and not text.in_lockstep
-        and type(model_kwargs.get("past_key_values")) is DynamicCache
+        and type(model_kwargs.get(cache_name())) is DynamicCache
         and model.config.get_text_config() is model.config  # image positions are kept by row in the model
     )
     written, rows = list(input_ids), torch.arange(len(input_ids), device=input_ids.device)  # rows: those in the batch
@@ -76,7 +76,7 @@ def decode(
             if is_over:
                 break
             input_ids, rows, ended = input_ids[going_on], rows[going_on], ended[going_on]
-            model_kwargs["past_key_values"].batch_select_indices(going_on)
+            model_kwargs[cache_name()].batch_select_indices(going_on)
             for name in ("attention_mask", "position_ids"):
                 if model_kwargs.get(name) is not None:
                     model_kwargs[name] = model_kwargs[name][going_on]
