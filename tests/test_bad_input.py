@@ -1,6 +1,7 @@
 """What cannot work says so by name before a token is generated, and nothing is left behind when something breaks."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -98,6 +99,23 @@ def test_beam_search(model, heads, inputs):
         model.generate(**inputs, assistant_model=heads, num_beams=3)
     with pytest.raises(ValueError, match=r"`num_beams=3`"):
         model.generate(**inputs, custom_generate=heads.generate_with, num_beams=3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("prompt_lookup_num_tokens", 3), ("assistant_early_exit", 1), ("penalty_alpha", 0.5)]
+)
+def test_other_ways_to_decode(model, heads, inputs, setting, value):
+    """Each is named, and none is left out in silence."""
+    message = rf"`{setting}={re.escape(str(value))}`: Clover heads work with .*Leave `{setting}` out"
+    for door in ({"assistant_model": heads}, {"custom_generate": heads.generate_with}):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**inputs, **door, **{setting: value})
+
+
+def test_heads_by_name(model, inputs, tmp_path):
+    for name in ("org/my-heads", tmp_path):
+        with pytest.raises(TypeError, match=r"`assistant_model='.*'` is a name.*AutoModel\.from_pretrained\('"):
+            model.generate(**inputs, assistant_model=name)
 
 
 # ---------------------------------------------------------------------- prompts, budgets, devices
@@ -316,7 +334,7 @@ def test_an_attention_that_cannot_be_switched_falls_back(model, heads):
     plain = model.generate(**inputs, max_new_tokens=NEW)
     model.config._attn_implementation = "unmasked"
     model.__class__ = type("NoSdpa", (type(model),), {"_supports_sdpa": False})
-    with pytest.warns(CloverWarning, match=r"its unmasked attention takes no tree mask, and it has no sdpa"):
+    with pytest.warns(CloverWarning, match=r"its logits for a trial tree differ from those of plain forwards"):
         out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     assert out.speculation.method in ("chain", "plain")
     assert out.sequences.shape == plain.shape

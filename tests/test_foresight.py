@@ -26,7 +26,6 @@ def text_of(batch, rowwise=False, **settings):
     criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
     streamer = None if rowwise or batch == 1 else object()  # which keeps the rows at one token
     config = GenerationConfig(max_length=99, **settings)
-    config._pad_token_tensor = None
     return Text.start(torch.zeros(batch, 3, dtype=torch.long), LogitsProcessorList(), criteria, config, streamer)
 
 

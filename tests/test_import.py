@@ -11,8 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.utils import GenerationMixin
 
-from hf_clover import install_hook, uninstall_hook
-from hf_clover.decoding.hook import HOOKED_NAMES
+from hf_clover import CloverHeads, install_hook, uninstall_hook
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,9 +81,9 @@ heads = AutoModel.from_config(config)
 from hf_clover import CloverConfig, CloverHeads
 assert type(config) is CloverConfig
 assert type(heads) is CloverHeads
-assert GenerationMixin._assisted_decoding.__module__ == "transformers.generation.utils"  # functools.wraps
-assert GenerationMixin._assisted_decoding.__wrapped__.__globals__["__name__"] == "transformers.generation.utils"
-assert GenerationMixin._assisted_decoding.__code__.co_filename.endswith("hook.py")
+assert GenerationMixin.generate.__module__ == "transformers.generation.utils"  # functools.wraps
+assert GenerationMixin.generate.__code__.co_filename.endswith("hook.py")
+assert not GenerationMixin.generate.__wrapped__.__code__.co_filename.endswith("hook.py")
 assert not {"trl", "peft", "datasets", "matplotlib"} & set(sys.modules)
 finder = type(sys.modules["hf_clover._lazy"]._finder)
 first, second = "transformers.models.auto.modeling_auto", "hf_clover.network.modeling_clover"
@@ -147,50 +146,48 @@ def test_auto_classes_and_hook_are_there_whichever_is_imported_first(start, answ
 
 
 def test_the_hook_goes_in_and_out():
-    def current() -> list:
-        return [getattr(GenerationMixin, name) for name in HOOKED_NAMES]
-
-    installed = current()
-    originals = [function.__wrapped__ for function in installed]
-    assert all(function.__module__ == "transformers.generation.utils" for function in originals)
-    assert not any(hasattr(function, "__wrapped__") for function in originals)
+    installed = GenerationMixin.generate
+    original = installed.__wrapped__
+    assert original.__module__ == "transformers.generation.utils"
+    assert not original.__code__.co_filename.endswith("hook.py")
+    private = {name: value for name, value in vars(GenerationMixin).items() if name != "generate"}
     try:
         install_hook()
-        assert current() == installed, "installing twice changes nothing"
+        assert GenerationMixin.generate is installed, "installing twice changes nothing"
         uninstall_hook()
-        assert current() == originals
+        assert GenerationMixin.generate is original
+        assert private == {name: value for name, value in vars(GenerationMixin).items() if name != "generate"}
         uninstall_hook()
-        assert current() == originals, "uninstalling twice changes nothing"
+        assert GenerationMixin.generate is original, "uninstalling twice changes nothing"
         install_hook()
-        assert [function.__wrapped__ for function in current()] == originals
+        assert GenerationMixin.generate.__wrapped__ is original
         install_hook()
-        assert [function.__wrapped__ for function in current()] == originals
+        assert GenerationMixin.generate.__wrapped__ is original
     finally:
         install_hook()
 
 
 def test_a_wrapper_of_another_library_around_ours_survives(monkeypatch):
     """Ours cannot be taken out from under it, so it stays and lets everything through."""
-    name, seen = "_prepare_generation_config", []
-    ours = getattr(GenerationMixin, name)
+    ours, seen = GenerationMixin.generate, []
 
     def theirs(*args, **kwargs):
-        prepared = ours(*args, **kwargs)
-        seen.append(hasattr(prepared[0], "_clover_num_assistant_tokens"))
-        return prepared
+        seen.append(1)
+        return ours(*args, **kwargs)
 
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     target, ids = LlamaForCausalLM(config), torch.tensor([[1, 2]])
-    monkeypatch.setattr(GenerationMixin, name, theirs)
+    monkeypatch.setattr(GenerationMixin, "generate", theirs)
     try:
         for change in (install_hook, uninstall_hook, install_hook):
             change()
-            assert getattr(GenerationMixin, name) is theirs, "no second wrapper around theirs"
-            assert target.generate(ids, max_new_tokens=2, num_assistant_tokens=5).shape == (1, 4)
-            others = [getattr(GenerationMixin, other) for other in HOOKED_NAMES if other != name]
-            assert [hasattr(function, "__wrapped__") for function in others] == [change is install_hook] * len(others)
-        assert seen == [True, False, True], "ours noted the tree size only while it was installed"
+            assert GenerationMixin.generate is theirs, "no second wrapper around theirs"
+            assert target.generate(ids, max_new_tokens=2).shape == (1, 4)
+        assert len(seen) == 3
+        uninstall_hook()
+        with pytest.raises(RuntimeError, match="Clover heads need the hook"):
+            target.generate(ids, max_new_tokens=2, assistant_model=CloverHeads.from_target(target))
     finally:
         monkeypatch.undo()
         install_hook()
-    assert getattr(GenerationMixin, name) is ours
+    assert GenerationMixin.generate is ours

@@ -167,22 +167,22 @@ def test_synced_gpus_keeps_other_processes_company(model, inputs, tmp_path):
 def test_another_library_may_wrap_after_us(model, inputs):
     """Its wrapper stays when ours is taken away, and ours passes everything through until it is installed again."""
     heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
-    ours, calls = GenerationMixin._assisted_decoding, []
+    ours, calls = GenerationMixin.generate, []
 
     @functools.wraps(ours)
     def theirs(self, *args, **kwargs):
         calls.append(1)
         return ours(self, *args, **kwargs)
 
-    GenerationMixin._assisted_decoding = theirs
+    GenerationMixin.generate = theirs
     try:
         hf_clover.uninstall_hook()
-        assert GenerationMixin._assisted_decoding is theirs
+        assert GenerationMixin.generate is theirs
         lookup = model.generate(inputs["input_ids"][1:2], prompt_lookup_num_tokens=2, max_new_tokens=5)
         assert lookup.shape[1] == inputs["input_ids"].shape[1] + 5
         hf_clover.install_hook()
         assert torch.equal(speculated(model, heads, inputs, plain), plain)
         assert len(calls) == 2
     finally:
-        GenerationMixin._assisted_decoding = ours
+        GenerationMixin.generate = ours
         hf_clover.install_hook()

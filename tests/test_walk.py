@@ -90,7 +90,7 @@ class EndsByLength(MaxLengthCriteria):
 
 
 def config_of(eos=(), do_sample=False, pad=PAD, records=False):
-    config = GenerationConfig(
+    return GenerationConfig(
         do_sample=do_sample,
         pad_token_id=pad,
         eos_token_id=list(eos) or None,
@@ -98,10 +98,6 @@ def config_of(eos=(), do_sample=False, pad=PAD, records=False):
         output_scores=records,
         output_logits=records,
     )
-    # As GenerationMixin._prepare_special_tokens leaves them.
-    config._pad_token_tensor = None if pad is None else torch.tensor(pad)
-    config._eos_token_tensor = torch.tensor(list(eos)) if eos else None
-    return config
 
 
 def criteria_of(max_length, eos=(), *more):

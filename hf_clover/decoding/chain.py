@@ -28,7 +28,6 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from .one_by_one import one_by_one
 from .private_api import (
-    any_goes_on,
     as_for_decoding,
     cache_name,
     inputs_after,
@@ -36,6 +35,7 @@ from .private_api import (
     is_the_users,
     read_prompt,
 )
+from .ranks import any_goes_on
 from .target_run import Held, capture_before_final_norm
 from .tree import Tree, root_only
 
@@ -185,7 +185,7 @@ class ChainRun:
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
         """Rows are of one length; what the cache does not hold yet, it gets. Returns its columns."""
         self._take_back()
-        while any_goes_on(self.target, self.replayed == 0, synced_gpus, sequences.device):
+        while any_goes_on(self.replayed == 0, synced_gpus, sequences.device):
             if self.replayed == 0:  # another process has something to replay: keep it company
                 self.verify(root_only(sequences[:, -1]))
                 continue

@@ -1,13 +1,23 @@
-"""Both doors lead here: `generate_with` checks what can be checked, chooses the route and takes it.
+"""From a call of `generate` to the decoding loop: `generate_with` checks the call, chooses a route and takes it.
 
 Contract: everything that can be known before a token is generated is refused here, by the argument's name. What a
-target cannot do falls back with one warning. The hook and `custom_generate=heads.generate_with` both call this.
+target cannot do falls back with one warning. `generate_through` is the hook's: it calls transformers' own `generate`
+with `generate_with` as its loop (`custom_generate`), and brings there what transformers hands to no such loop: the
+streamer, the tokenizer, `synced_gpus` and the size of trees.
 """
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
@@ -16,12 +26,67 @@ from ..network.target_parts import device_of, unwrap
 from .budget import check_nodes
 from .loop import CloverGenerateOutput, speculate
 from .private_api import generate_plainly, why_unavailable
-from .ranks import share_random_state
+from .ranks import goes_in_step, share_random_state
 from .record import Speculation, report
 from .state import Text
 from .support import PLAIN, TREE, Route, choose_route, warn
 
 logger = logging.get_logger(__name__)
+
+
+# Arguments of the call that go to the heads, and not to transformers' `generate`.
+DRAFTING = ("num_assistant_tokens", "num_assistant_tokens_schedule")
+NOT_PASSED = (*DRAFTING, "assistant_model", "assistant_tokenizer", "custom_generate")
+
+
+def generate_through(
+    original: Callable[..., Any], heads: CloverHeads, model: PreTrainedModel, call: dict[str, Any]
+) -> Any:
+    """`original`, transformers' `generate`, with `generate_with` as its loop. `call`: all arguments by name."""
+    refuse_encoder_decoders(model)
+    passed = {name: value for name, value in call.items() if name not in NOT_PASSED}
+    lacking = why_unavailable()
+    if lacking is not None:
+        result, prompt = original(model, **passed), call.get("inputs", call.get("input_ids"))
+        return with_plain_record(result, 0 if prompt is None else prompt.shape[1], f"transformers has {lacking}")
+    bound = {name: _asked(name, call) for name in DRAFTING}
+    bound["streamer"] = call.get("streamer")
+    bound["synced_gpus"] = goes_in_step(model) if call.get("synced_gpus") is None else call["synced_gpus"]
+
+    def loop(model: PreTrainedModel, input_ids: torch.Tensor, **prepared: Any) -> Any:
+        return generate_with(heads, model, input_ids, **{**prepared, **bound})
+
+    return original(model, **_without_tokenizer(model, passed), custom_generate=loop)
+
+
+def _asked(name: str, call: dict[str, Any]) -> Any:
+    """What the call sets, itself or in its `generation_config`."""
+    return call.get(name, getattr(call.get("generation_config"), name, None))
+
+
+def _without_tokenizer(model: PreTrainedModel, call: dict[str, Any]) -> dict[str, Any]:
+    """The call, with that done which takes a tokenizer: transformers drops it where the loop is another's."""
+    call = dict(call)
+    tokenizer, config, own = call.pop("tokenizer", None), call.get("generation_config"), model.generation_config
+    settings = {name: _asked(name, call) for name in ("stop_strings", "token_healing")}
+    settings = {name: getattr(own, name) if value is None else value for name, value in settings.items()}
+    if tokenizer is None or not any(settings.values()):
+        return call
+    if settings["stop_strings"]:
+        criterion = StopStringCriteria(tokenizer, settings["stop_strings"])
+        call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion])
+    if settings["token_healing"]:
+        prompt = "inputs" if call.get("inputs") is not None else "input_ids"
+        call[prompt] = model.heal_tokens(call[prompt], tokenizer)
+    if config is not None:
+        call["generation_config"] = config = copy.deepcopy(config)
+    for name in settings:  # done
+        call.pop(name, None)
+        if config is not None:
+            setattr(config, name, None)
+        if config is None or getattr(own, name):
+            call[name] = None
+    return call
 
 
 def generate_with(
@@ -34,15 +99,17 @@ def generate_with(
     synced_gpus: bool = False,
     streamer: Any = None,
     num_assistant_tokens: int | None = None,
+    num_assistant_tokens_schedule: str | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """`speculate`, after everything that can be known before a token is generated has been checked."""
-    refuse_what_cannot_work(model, generation_config)
+    refuse_encoder_decoders(model)
+    refuse_what_cannot_work(generation_config)
     refuse_empty_prompts(input_ids, model_kwargs)
-    settings = (generation_config, "_clover_"), (heads.generation_config, "")  # the call's own before the heads'
-    schedule = _first_set("num_assistant_tokens_schedule", settings)
     if num_assistant_tokens is None:
-        num_assistant_tokens = _first_set("num_assistant_tokens", settings)
+        num_assistant_tokens = heads.generation_config.num_assistant_tokens
+    if num_assistant_tokens_schedule is None:
+        num_assistant_tokens_schedule = heads.generation_config.num_assistant_tokens_schedule
     check_nodes(num_assistant_tokens)
     check_memory(heads)
     place_heads(heads, model)
@@ -50,7 +117,7 @@ def generate_with(
     share_random_state(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     text = Text.start(*arguments, streamer)
-    lacking = why_unavailable(model)
+    lacking = why_unavailable()
     if lacking is None:
         route = choose_route(model, text, generation_config, model_kwargs)
     else:
@@ -62,13 +129,12 @@ def generate_with(
     if route.method != TREE:
         warn(f"`{type(model).__name__}` cannot verify a tree ({route.reason}); chains are drafted instead")
         text = Text.start(*arguments, streamer, all_as_one=True)
-    budget = {"num_assistant_tokens": num_assistant_tokens, "is_ceiling": schedule not in (None, "constant")}
-    return speculate(model, heads, input_ids, text, model_kwargs, **budget, synced_gpus=synced_gpus, route=route)
-
-
-def _first_set(name: str, settings: tuple[tuple[GenerationConfig, str], ...]) -> Any:
-    values = (getattr(config, prefix + name, None) for config, prefix in settings)
-    return next((value for value in values if value is not None), None)
+    return speculate(
+        *(model, heads, input_ids, text, model_kwargs, num_assistant_tokens),
+        is_ceiling=num_assistant_tokens_schedule not in (None, "constant"),
+        synced_gpus=synced_gpus,
+        route=route,
+    )
 
 
 def with_plain_record(result: Any, prompt_length: int, reason: str | None) -> Any:
@@ -90,22 +156,28 @@ def _with_speculation(result: Any, stats: Speculation) -> Any:
 # ---------------------------------------------------------------------- refusals
 
 
-def plain_mode(config: GenerationConfig) -> GenerationMode:
-    return GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
-
-
-def refuse_what_cannot_work(
-    model: PreTrainedModel, config: GenerationConfig, mode: GenerationMode = GenerationMode.ASSISTED_GENERATION
-) -> None:
+def refuse_encoder_decoders(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"`assistant_model`: Clover heads draft for decoder-only models, and `{type(model).__name__}` is an "
             "encoder-decoder. Call `generate` without `assistant_model`."
         )
-    if (config.num_beams or 1) > 1 or mode != GenerationMode.ASSISTED_GENERATION:
+
+
+# Settings that ask transformers for another way to decode.
+OTHER_WAYS = (
+    *("num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"),
+    *("constraints", "force_words_ids"),
+)
+
+
+def refuse_what_cannot_work(config: GenerationConfig) -> None:
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked = ((name, getattr(config, name, None)) for name in OTHER_WAYS)
+        name, value = next((name, value) for name, value in asked if value and (name, value) != ("num_beams", 1))
         raise ValueError(
-            f"`num_beams={config.num_beams}`: Clover heads work with greedy decoding and sampling. Leave `num_beams` "
-            "at 1, or call `generate` without `assistant_model`."
+            f"`{name}={value}`: Clover heads work with greedy decoding and sampling. Leave `{name}` out, or call "
+            "`generate` without `assistant_model`."
         )
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):

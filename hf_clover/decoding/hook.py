@@ -1,26 +1,27 @@
 """Where speculation enters transformers.
 
-Contract: with the hook installed, `generate(assistant_model=heads)` reaches `entry.generate_with`; every other call
-reaches transformers' own code unchanged. Heads are known by `config.model_type`, since remote code is another class
-object. Where a private name of transformers is gone that speculation relies on, installing says so, and `generate`
-with heads is plain `generate`: the same tokens, one at a time. Nothing else of ours is imported before heads are seen.
+Contract: with the hook installed, `generate(assistant_model=heads)` runs transformers' own `generate`, whose decoding
+loop is `entry.generate_with`; every other call reaches transformers' code unchanged. The public `generate` is all that
+is wrapped. Heads are known by `config.model_type`, since remote code is another class object. Where transformers lacks
+what decoding relies on, installing says so, and `generate` with heads is plain `generate`: the same tokens, one at a
+time. Nothing else of ours is imported before heads are seen.
 """
 
 import functools
+import inspect
+import os
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers.generation.utils import GenerationMixin
 
-from .private_api import originals, why_unavailable
+from .private_api import why_unavailable
 
 if TYPE_CHECKING:
-    import torch
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-HOOKED_NAMES = ("_assisted_decoding", "_validate_generation_mode", "_prepare_generation_config")
-_installed: dict[str, Callable[..., Any]] = {}
+_original: Callable[..., Any] | None = None  # transformers' generate, while ours is in its place
 _is_active = False
 
 
@@ -29,13 +30,13 @@ def is_clover(model: Any) -> bool:
 
 
 def is_installed() -> bool:
-    """Whether heads given to `generate` speculate there, and not only stand aside."""
-    return _is_active and set(HOOKED_NAMES) <= set(_installed)
+    """Whether heads given to `generate` speculate there."""
+    return _is_active and why_unavailable() is None
 
 
 def install_hook() -> None:
     """Let `generate(assistant_model=heads)` speculate. Done by `import hf_clover`; doing it again changes nothing."""
-    global _is_active
+    global _original, _is_active
     lacking = why_unavailable()
     if lacking is not None:
         warnings.warn(
@@ -44,76 +45,50 @@ def install_hook() -> None:
             UserWarning,
             stacklevel=2,
         )
-    for name, wrapper in (_WRAPPERS if lacking is None else {"generate": _generate_plainly}).items():
-        if name not in _installed:
-            originals[name] = getattr(GenerationMixin, name)
-            _installed[name] = functools.wraps(originals[name])(wrapper)
-            setattr(GenerationMixin, name, _installed[name])
+    if _original is None:
+        _original = GenerationMixin.generate
+        GenerationMixin.generate = functools.wraps(_original)(_generate)
     _is_active = True
 
 
 def uninstall_hook() -> None:
     """Leave `generate` as transformers made it. Doing it again changes nothing."""
-    global _is_active
+    global _original, _is_active
     _is_active = False
-    for name, wrapper in list(_installed.items()):
-        # Where another library has wrapped ours since, ours stays in its chain and passes everything through.
-        if getattr(GenerationMixin, name) is wrapper:
-            setattr(GenerationMixin, name, originals[name])
-            del _installed[name]
+    # Where another library has wrapped ours since, ours stays in its chain and passes everything through.
+    if GenerationMixin.generate is _generate:
+        GenerationMixin.generate, _original = _original, None
 
 
-def _prepare_generation_config(
-    self: "PreTrainedModel", generation_config: "GenerationConfig | None", **kwargs: Any
-) -> tuple["GenerationConfig", dict[str, Any]]:
-    """Remembers the call's own tree size and schedule, which transformers' defaults would hide."""
-    prepared = originals["_prepare_generation_config"](self, generation_config, **kwargs)
-    for name in ("num_assistant_tokens", "num_assistant_tokens_schedule"):
-        asked = kwargs.get(name, getattr(generation_config, name, None))
-        if _is_active and asked is not None:
-            setattr(prepared[0], f"_clover_{name}", asked)
-    return prepared
+def _generate(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate`, with another decoding loop where heads are given."""
+    call = {**dict(zip(_positional_names(_original), args)), **kwargs}
+    heads = _heads_of(call) if _is_active else None
+    if heads is None:
+        return _original(self, *args, **kwargs)
+    from .entry import generate_through
+
+    return generate_through(_original, heads, self, call)
 
 
-def _validate_generation_mode(
-    self: "PreTrainedModel", generation_mode: Any, generation_config: "GenerationConfig", generation_mode_kwargs: dict
-) -> None:
-    """What transformers refuses for assistants in general, heads can do; what heads cannot, is refused here."""
-    validate = originals["_validate_generation_mode"]
-    if not _is_active or not is_clover(generation_mode_kwargs.get("assistant_model")):
-        return validate(self, generation_mode, generation_config, generation_mode_kwargs)
-    from .entry import plain_mode, refuse_what_cannot_work
-
-    refuse_what_cannot_work(self, generation_config, generation_mode)
-    kept = {k: v for k, v in generation_mode_kwargs.items() if k not in ("assistant_model", "assistant_tokenizer")}
-    return validate(self, plain_mode(generation_config), generation_config, kept)
+@functools.cache
+def _positional_names(generate: Callable[..., Any]) -> tuple[str, ...]:
+    """What arguments without a name are, behind `self`."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(generate).parameters.values() if p.kind in kinds)[1:]
 
 
-def _assisted_decoding(self: "PreTrainedModel", input_ids: "torch.Tensor", *args: Any, **kwargs: Any) -> Any:
-    if not _is_active or not is_clover(kwargs.get("assistant_model")):
-        return originals["_assisted_decoding"](self, input_ids, *args, **kwargs)
-    from .entry import generate_with
-
-    for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor"):
-        kwargs.pop(name, None)
-    return generate_with(kwargs.pop("assistant_model"), self, input_ids, *args, **kwargs)
-
-
-def _generate_plainly(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
-    """`generate` where something is lacking: heads, and what is asked of them, are left out."""
-    if not _is_active or not is_clover(kwargs.get("assistant_model")):
-        return originals["generate"](self, *args, **kwargs)
-    from .entry import with_plain_record
-
-    for name in ("assistant_model", "assistant_tokenizer", "num_assistant_tokens", "num_assistant_tokens_schedule"):
-        kwargs.pop(name, None)
-    result = originals["generate"](self, *args, **kwargs)
-    prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-    return with_plain_record(result, 0 if prompt is None else prompt.shape[1], f"transformers has {why_unavailable()}")
-
-
-_WRAPPERS = {
-    "_assisted_decoding": _assisted_decoding,
-    "_validate_generation_mode": _validate_generation_mode,
-    "_prepare_generation_config": _prepare_generation_config,
-}
+def _heads_of(call: dict[str, Any]) -> "PreTrainedModel | None":
+    """The heads that this call is to draft with: `assistant_model`, or those of `custom_generate`."""
+    loop, assistant = call.get("custom_generate"), call.get("assistant_model")
+    if isinstance(assistant, (str, os.PathLike)):
+        raise TypeError(
+            f"`assistant_model={str(assistant)!r}` is a name, and `generate` takes a model: pass "
+            f"`assistant_model=AutoModel.from_pretrained({str(assistant)!r})`, loaded once for all calls."
+        )
+    if loop is not None:
+        owner = getattr(loop, "__self__", None)
+        return owner if is_clover(owner) and loop.__name__ == "generate_with" else None
+    if not is_clover(assistant) or call.get("cache_implementation") == "paged":  # which transformers refuses itself
+        return None
+    return assistant

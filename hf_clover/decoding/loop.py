@@ -17,8 +17,8 @@ from ..network.modeling_clover import CloverHeads
 from .budget import make_budget
 from .chain import ChainRun
 from .heads_run import HeadsRun
-from .private_api import any_goes_on, cache_name
-from .ranks import shared_budget
+from .private_api import cache_name
+from .ranks import any_goes_on, shared_budget
 from .record import Speculation, report
 from .state import Text
 from .support import AS_TREES, REPLAYED, TREE, Route
@@ -63,7 +63,7 @@ def speculate(
         ours = HeadsRun(heads, budget, run, text)
         ours.take_in_prompt()
 
-        while any_goes_on(target, text.done, synced_gpus, input_ids.device):
+        while any_goes_on(text.done, synced_gpus, input_ids.device):
             if text.done:  # another process is not: keep it company
                 run.verify(text.last_tokens())
                 continue

@@ -2,9 +2,9 @@
 and the public names that their versions spell differently.
 
 Contract: `why_unavailable` checks, before a call of `generate` relies on them, the names of transformers that decoding
-cannot do without, with the parameters that are passed to them. What is merely good to have is asked for with a default
-here. What training or serving cannot do without is checked where they are imported, by `require`. Other modules use no
-private name of another library.
+cannot do without, with the parameters that are passed to them. What is merely good to have has a default here. What
+training or serving cannot do without is checked where they are imported, by `require`. Other modules use no private
+name of another library.
 """
 
 import functools
@@ -19,20 +19,15 @@ import torch
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-_LOOP = ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer")
+# What each is for: why no public name will do.
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
-    "_assisted_decoding": (*_LOOP, "inputs_tensor", "assistant_model"),
-    "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
-    "_prepare_generation_config": ("generation_config",),
-    "_prepare_special_tokens": ("generation_config",),  # makes `_pad_token_tensor` and `_eos_token_tensor`
-    "_sample": _LOOP,
+    # The loop of plain generate, for targets that cannot verify drafts: nothing public runs it on prepared inputs.
+    "_sample": ("input_ids", "logits_processor", "stopping_criteria", "generation_config", "synced_gpus", "streamer"),
+    # Cuts off what a cache holds already, and goes in chunks: each version does it in another way.
     "_prefill": ("input_ids", "generation_config", "model_kwargs"),
-    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
+    # Models override it, for inputs of their own.
     "_update_model_kwargs_for_generation": ("outputs", "model_kwargs"),
 }
-PRIVATE_ATTRIBUTES = ("_is_stateful", "_supports_sdpa")  # of a target, and so looked for when there is one
-
-originals: dict[str, Callable[..., Any]] = {}  # what the hook has put its own functions in the place of
 
 
 def generation_mixin() -> type:
@@ -50,23 +45,14 @@ def cache_name() -> str:
     return next((name for name in ("cache", "past_key_values") if name in parameters), "cache")
 
 
-def original(name: str) -> Callable[..., Any]:
-    """transformers' own function, whether or not the hook is installed."""
-    return originals.get(name) or getattr(generation_mixin(), name)
-
-
-def why_unavailable(target: "PreTrainedModel | None" = None) -> str | None:
+def why_unavailable() -> str | None:
     """What this version of transformers lacks that speculation needs; None where all is there."""
-    for name in PRIVATE_ATTRIBUTES if target is not None else ():
-        if not hasattr(target, name):
-            return f"no `{name}`"
-    if target is not None and not hasattr(target.config, "_attn_implementation_internal"):
-        return "no `_attn_implementation_internal`"
     for name, wanted in PRIVATE_NAMES.items():
         if not hasattr(generation_mixin(), name):
             return f"no `{name}`"
-        lost = set(wanted) - _parameters(original(name))
-        if "*" not in _parameters(original(name)) and lost:
+        found = _parameters(getattr(generation_mixin(), name))
+        lost = set(wanted) - found
+        if "*" not in found and lost:
             return f"no parameter `{min(lost)}` of `{name}`"
     return None
 
@@ -115,30 +101,12 @@ def inputs_of_step(
     return made
 
 
-def any_goes_on(target: "PreTrainedModel", is_done: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """Whether this process has something to do or, where processes go in step, any other has."""
-    return target._has_unfinished_sequences(is_done, synced_gpus, device=device)
-
-
-def pad_token_of(config: "GenerationConfig") -> int | None:
-    return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
-
-
 def is_the_users(cache: Any) -> bool:
     """Whether the caller passed this cache and so keeps it, and not generate made it."""
     return cache is not None and getattr(cache, "_is_user_defined", False)
 
 
 # ---------------------------------------------------------------------- a target
-
-
-def keeps_a_state(target: "PreTrainedModel") -> bool:
-    """Whether the class says of itself that its cache holds more than keys and values."""
-    return target._is_stateful
-
-
-def has_sdpa(target: "PreTrainedModel") -> bool:
-    return target._supports_sdpa
 
 
 def looks_up_attention(target: "PreTrainedModel") -> bool:
@@ -151,8 +119,8 @@ def attention_of(config: Any) -> str | None:
 
 
 def set_attention(config: Any, implementation: str | None) -> None:
-    """By name alone: `set_attn_implementation` would look whether transformers knows the name."""
-    config._attn_implementation_internal = implementation
+    """Of this config alone: `set_attn_implementation` would change all in the model, and check the name."""
+    config._attn_implementation = {"": implementation}
 
 
 def as_for_decoding(target: "PreTrainedModel") -> AbstractContextManager:

@@ -1,10 +1,11 @@
-"""What the processes of a tensor-parallel target must agree on: the tree, and the random numbers.
+"""What processes must agree on: when all texts are over and, for a tensor-parallel target, trees and random numbers.
 
-Contract: each of these processes holds a part of every weight and takes part in every forward, so all of them must
-verify the same tree and pick the same tokens. The first of them decides: it alone drafts and chooses sizes (by its own
-clock), its trees go to the others before each forward, and its random state before the first. Drafting needs no other
-process, since the heads and what they borrow are whole everywhere. Processes that hold other texts (FSDP, ZeRO) decide
-for themselves and are no concern of this module.
+Contract: each process of a tensor-parallel target holds a part of every weight and takes part in every forward, so all
+of them must verify the same tree and pick the same tokens. The first of them decides: it alone drafts and chooses
+sizes (by its own clock), its trees go to the others before each forward, and its random state before the first.
+Drafting needs no other process, since the heads and what they borrow are whole everywhere. Processes that hold other
+texts (FSDP, ZeRO) draft for themselves; they only run as many forwards as the one with the longest text
+(`goes_in_step`, `any_goes_on`).
 
 Shapes: B rows, n tree nodes, W the most nodes that a tree may have, with its root.
 """
@@ -15,11 +16,27 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..network.target_parts import device_of
 from .budget import Budget
 from .state import random_state, set_random_state
 from .tree import Tree
+
+
+def goes_in_step(target: PreTrainedModel) -> bool:
+    """Whether plain generate would keep other processes company: each forward takes them all."""
+    is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_one_of_several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target))
+
+
+def any_goes_on(is_done: bool, synced_gpus: bool, device: torch.device) -> bool:
+    """Whether this process has something to do or, where processes go in step, any other has."""
+    if not synced_gpus:
+        return not is_done
+    going_on = torch.tensor(float(not is_done), device=device)
+    dist.all_reduce(going_on)
+    return bool(going_on)
 
 
 def tensor_parallel_group(target: PreTrainedModel) -> Any:

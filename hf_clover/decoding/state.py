@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.generation import logits_process
 
-from .private_api import pad_token_of
 from .tree import Tree, root_only
 
 # Processors that are a pure function of one row: these may be called on each row when that row is there. Any other
@@ -55,6 +54,12 @@ _SCORE_PROCESSORS = tuple(
 )
 MOST_BYTES = 1 << 28  # of random numbers that are kept; others are drawn again from the generator's state
 _ROWWISE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
+
+
+def pad_token_of(config: GenerationConfig) -> int | None:
+    """What finished rows go on with: the padding token, else the first of those that end a text."""
+    token = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
+    return None if token is None else int(torch.as_tensor(token).flatten()[0])
 
 
 @dataclass

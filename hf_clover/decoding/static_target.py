@@ -27,6 +27,7 @@ from .target_memory import memory_of
 NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with the root
 CAPACITY_STEP = 128  # calls of nearby lengths share a shape
 SPARE_SLOTS = 128  # beyond the text, at least: a block of tokens that brings rows to one length
+_CACHE = cache_name()  # looked up once: a traced forward would see through its memory
 MOVES = 8  # entries per row that a step's graph moves; a longer path is moved by the commit itself
 
 
@@ -270,7 +271,7 @@ def verify_step(
         attention_mask=rules.arrange(masks),
         use_cache=True,
         return_dict=True,
-        **{cache_name(): cache, **kwargs},
+        **{_CACHE: cache, **kwargs},
     )
     hidden = _sink[-1] if _sink else None
     _sink = slots.index = None

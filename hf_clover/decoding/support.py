@@ -17,9 +17,9 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from transformers.cache_utils import CacheLayerMixin
 
 from ..network.target_parts import device_of
-from .attention import TREE_ATTENTION, shared_heads
+from .attention import shared_heads
 from .chain import ChainRun
-from .private_api import attention_of, cache_name, has_sdpa, keeps_a_state
+from .private_api import attention_of, cache_name
 from .state import Text
 from .target_memory import memory_of
 from .target_run import TargetRun, takes_positions
@@ -88,7 +88,7 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
     config = target.config.get_text_config(decoder=True)
     # A layer that uses another's keys and values, or has no attention, has a dummy.
     layers = [layer for layer in _cache_layers(config) if type(layer).__name__ != "DummyLayer"]
-    if keeps_a_state(target) or any(not isinstance(layer, CacheLayerMixin) for layer in layers):
+    if any(not isinstance(layer, CacheLayerMixin) for layer in layers):
         return "it keeps a recurrent or convolution state, which cannot branch"
     others = {type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"}
     if others:
@@ -103,10 +103,7 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
-    implementation = attention_of(config)
-    if implementation not in TREE_ATTENTION and not has_sdpa(target):
-        return f"its {implementation} attention takes no tree mask, and it has no sdpa to switch to"
-    key = (implementation, target.dtype, device_of(target), target.training)
+    key = (attention_of(config), target.dtype, device_of(target), target.training)
     memory = memory_of(target)
     with memory.measuring:
         known = memory.why_not

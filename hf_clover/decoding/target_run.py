@@ -21,7 +21,8 @@ from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
-from .private_api import any_goes_on, as_for_decoding, cache_name, is_the_users, read_prompt, wants_compiling
+from .private_api import as_for_decoding, cache_name, is_the_users, read_prompt, wants_compiling
+from .ranks import any_goes_on
 from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
@@ -271,7 +272,7 @@ class TargetRun:
         """Keys and values of everything but the last token of `sequences` [B, L], where rows that ended early are
         padded as plain generate pads them; returns their number."""
         columns, device, width = max(self.cache.lengths), sequences.device, sequences.shape[1]
-        while any_goes_on(self.target, min(self.cache.lengths) == columns, synced_gpus, device):
+        while any_goes_on(min(self.cache.lengths) == columns, synced_gpus, device):
             if min(self.cache.lengths) == columns:  # another process's rows are still uneven: keep it company
                 self.verify(root_only(sequences[:, -1]))
                 continue

@@ -1,0 +1,223 @@
+"""What the wrapper around `generate` brings to the decoding loop, which transformers hands to no `custom_generate`."""
+
+import copy
+import inspect
+
+import pytest
+import tiny_text
+import torch
+from oracle import planted
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+from zoo import build, ragged_batch
+
+from hf_clover import CloverHeads
+
+VOCABULARY, NEW = 16, 24
+
+
+class Events(BaseStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.seen.append("end")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", vocab_size=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def heads(model):
+    return CloverHeads.from_target(model)
+
+
+@pytest.fixture(scope="module")
+def words():
+    """A target with a tokenizer, and heads."""
+    target = tiny_text.make_target()
+    return target, tiny_text.make_tokenizer(), CloverHeads.from_target(target)
+
+
+def door(name, heads):
+    return {"assistant_model": heads} if name == "assistant_model" else {"custom_generate": heads.generate_with}
+
+
+DOORS = pytest.mark.parametrize("way", ["assistant_model", "custom_generate"])
+
+
+def drafted(target, plain, width, *args, **options):
+    """The call with the plain text planted in the drafts -> its output; drafts must be accepted."""
+    with planted(plain, width):
+        out = target.generate(*args, return_dict_in_generate=True, **{"num_assistant_tokens": 9, **options})
+    assert out.speculation.accepted_tokens > 0
+    return out
+
+
+@DOORS
+def test_both_doors_stream(model, heads, way):
+    inputs, (theirs, ours) = ragged_batch(VOCABULARY, (7,)), (Events(), Events())
+    plain = model.generate(**inputs, max_new_tokens=NEW, streamer=theirs)
+    out = drafted(model, plain, 7, **inputs, max_new_tokens=NEW, streamer=ours, **door(way, heads))
+    assert torch.equal(out.sequences, plain)
+    assert ours.seen == theirs.seen
+    assert len(ours.seen) == NEW + 2
+    assert ours.seen[-1] == "end"
+
+
+@DOORS
+def test_both_doors_take_the_size_of_trees(model, heads, way):
+    """From the call, from its generation config, and else from the heads."""
+    inputs, config = ragged_batch(VOCABULARY, (7,)), GenerationConfig(max_new_tokens=NEW, num_assistant_tokens=5)
+    plain = model.generate(**inputs, max_new_tokens=NEW)
+    for sizes, options in (
+        ({3}, {"num_assistant_tokens": 3, "max_new_tokens": NEW}),
+        ({5}, {"generation_config": config, "num_assistant_tokens": 5}),
+    ):
+        out = drafted(model, plain, 7, **inputs, **options, **door(way, heads))
+        assert torch.equal(out.sequences, plain)
+        assert set(out.speculation.tree_sizes) == sizes
+    out = model.generate(**inputs, generation_config=config, return_dict_in_generate=True, **door(way, heads))
+    assert set(out.speculation.tree_sizes) == {5}
+    assert config.num_assistant_tokens == 5
+    heads.generation_config.num_assistant_tokens = 4
+    try:
+        out = model.generate(**inputs, max_new_tokens=NEW, return_dict_in_generate=True, **door(way, heads))
+        assert set(out.speculation.tree_sizes) == {4}
+    finally:
+        heads.generation_config.num_assistant_tokens = None
+
+
+def test_arguments_without_names(model, heads):
+    inputs, config, streamer = ragged_batch(VOCABULARY, (7,)), GenerationConfig(max_new_tokens=NEW), Events()
+    plain = model.generate(**inputs, max_new_tokens=NEW)
+    out = drafted(
+        *(model, plain, 7, inputs["input_ids"], config, None, StoppingCriteriaList(), None, None, heads, streamer),
+        attention_mask=inputs["attention_mask"],
+    )
+    assert torch.equal(out.sequences, plain)
+    assert streamer.seen[-1] == "end"
+
+
+STOPPED = {
+    "by the call": (lambda config: None, {"stop_strings": ["e", "t"]}),
+    "by the call's config": (lambda config: None, {"generation_config": {"stop_strings": ["e", "t"]}}),
+    "by the target's config": (lambda config: setattr(config, "stop_strings", ["e", "t"]), {}),
+    "by the call alone": (
+        lambda config: setattr(config, "stop_strings", ["x"]),
+        {"stop_strings": "e"},
+    ),
+    "by both configs": (lambda config: setattr(config, "stop_strings", ["x"]), {"generation_config": {"top_k": 0}}),
+}
+
+
+@DOORS
+@pytest.mark.parametrize("setting", STOPPED)
+def test_stop_strings(words, way, setting, monkeypatch, caplog):
+    """transformers drops the tokenizer where the loop is another's."""
+    target, tokenizer, heads = words
+    change, options = STOPPED[setting]
+    monkeypatch.setattr(target, "generation_config", GenerationConfig.from_dict(target.generation_config.to_dict()))
+    change(target.generation_config)
+    inputs, options = tokenizer(tiny_text.PROMPT, return_tensors="pt"), {**options, "tokenizer": tokenizer}
+    if "generation_config" in options:
+        options["generation_config"] = GenerationConfig(max_new_tokens=NEW, **options["generation_config"])
+    else:
+        options["max_new_tokens"] = NEW
+    width = inputs.input_ids.shape[1]
+    plain = target.generate(**inputs, **options)
+    before = options.get("generation_config", GenerationConfig()).to_dict()
+    with planted(plain, width):
+        ours = target.generate(**inputs, **options, **door(way, heads))
+    assert torch.equal(ours, plain)
+    assert options.get("generation_config", GenerationConfig()).to_dict() == before
+
+
+def test_without_a_tokenizer_transformers_asks_for_it(words):
+    target, tokenizer, heads = words
+    inputs = tokenizer(tiny_text.PROMPT, return_tensors="pt")
+    with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
+        target.generate(**inputs, stop_strings=["e"], assistant_model=heads)
+
+
+@DOORS
+def test_a_prompt_is_healed(words, way):
+    target, tokenizer, heads = words
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = tokenizer.eos_token  # which healing needs
+    inputs = tokenizer(tiny_text.PROMPT, return_tensors="pt")
+    options = {"token_healing": True, "tokenizer": tokenizer, "max_new_tokens": NEW}
+    plain = target.generate(**inputs, **options)
+    assert torch.equal(target.generate(**inputs, **options, **door(way, heads)), plain)
+    assert torch.equal(target.generate(inputs.input_ids, **options, **door(way, heads)), plain)
+
+
+def test_text_is_streamed_as_plain_generate_streams_it(words, capsys):
+    target, tokenizer, heads = words
+    inputs, said = tokenizer(tiny_text.PROMPT, return_tensors="pt"), []
+    for way in ({}, {"assistant_model": heads}, {"custom_generate": heads.generate_with}):
+        target.generate(**inputs, max_new_tokens=NEW, streamer=TextStreamer(tokenizer), **way)
+        said.append(capsys.readouterr().out)
+    assert said[0]
+    assert said == [said[0]] * 3
+
+
+def test_a_target_with_a_generate_of_its_own(model, heads):
+    """Which calls the mixin's, as some speech models and wrappers of others' do."""
+    seen = []
+
+    class Own(type(model)):
+        def generate(self, *args, **kwargs):
+            seen.append(sorted(kwargs))
+            return super().generate(*args, **kwargs)
+
+    target, inputs = Own(model.config).eval(), ragged_batch(VOCABULARY, (7,))
+    target.load_state_dict(model.state_dict())
+    plain = target.generate(**inputs, max_new_tokens=NEW)
+    out = drafted(target, plain, 7, **inputs, max_new_tokens=NEW, assistant_model=heads)
+    assert torch.equal(out.sequences, plain)
+    assert "assistant_model" in seen[1]
+
+
+def test_continuous_batching_refuses_assistants_itself(model, heads):
+    with pytest.raises(NotImplementedError, match="assistant_model is not supported for continuous batching"):
+        model.generate(torch.tensor([[1, 2, 3]]), assistant_model=heads, cache_implementation="paged")
+
+
+def test_a_loop_of_the_users_is_theirs(model, heads):
+    """With `custom_generate` of somebody else, the call is none of ours, whatever the assistant."""
+    seen = []
+
+    def theirs(model, input_ids, **kwargs):
+        seen.append(kwargs)
+        return input_ids
+
+    ids = torch.tensor([[1, 2, 3]])
+    assert model.generate(ids, assistant_model=heads, custom_generate=theirs) is not None
+    assert "assistant_model" not in seen[0]
+
+
+def test_the_signature_is_transformers_own():
+    assert {"inputs", "assistant_model", "custom_generate", "streamer"} <= {
+        *inspect.signature(GenerationMixin.generate).parameters
+    }
+
+
+@DOORS
+def test_no_deprecated_name_is_used(model, heads, way, caplog):
+    """Nobody sees a warning that our call caused."""
+    logging.enable_propagation()
+    inputs = ragged_batch(VOCABULARY, (7, 3))
+    try:
+        with caplog.at_level("WARNING"):
+            out = model.generate(**inputs, max_new_tokens=NEW, return_dict_in_generate=True, **door(way, heads))
+    finally:
+        logging.disable_propagation()
+    assert out.speculation.method == "tree"
+    assert "deprecated" not in caplog.text
