@@ -61,7 +61,8 @@ def heads_from_target(
         )
     weight = getattr(model.get_output_embeddings(), "weight", None)
     anchor = weight if isinstance(weight, torch.Tensor) else next(model.parameters())
-    heads.to(device=anchor.device, dtype=anchor.dtype if is_plain(anchor) else model.dtype)
+    dtype = anchor.dtype if is_plain(anchor) else model.dtype
+    heads.to(device=anchor.device, dtype=dtype)  # type: ignore[call-arg]  # transformers' wrapper counts `self` too
     return heads.bind(model)
 
 
