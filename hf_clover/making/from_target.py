@@ -32,9 +32,7 @@ logger = logging.get_logger(__name__)
 COPIES = 15  # tokens of the text that new heads with recall put into their drafts where it repeats itself
 
 
-def heads_from_target(
-    cls: type[CloverHeads], target: PreTrainedModel, variant: str, fields: dict[str, Any]
-) -> CloverHeads:
+def heads_from_target(cls: type[CloverHeads], target: nn.Module, variant: str, fields: dict[str, Any]) -> CloverHeads:
     model = unwrap(target)
     if model.config.is_encoder_decoder:
         raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")

@@ -274,7 +274,7 @@ class CloverHeads(PreTrainedModel):
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """None of their own: the target's are borrowed. FSDP asks."""
 
-    def bind(self, target: PreTrainedModel) -> "CloverHeads":
+    def bind(self, target: nn.Module) -> "CloverHeads":
         """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
         target = unwrap(target)
         lm_head = target.get_output_embeddings()
@@ -318,7 +318,7 @@ class CloverHeads(PreTrainedModel):
             init.copy_(module.weight, noise + torch.eye(*noise.shape, device=noise.device, dtype=noise.dtype))
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
+    def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
         """New heads for `target`; `fields` are those of `CloverConfig`."""
         return _package("making.from_target").heads_from_target(cls, target, variant, fields)
 
