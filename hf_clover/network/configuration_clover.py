@@ -146,7 +146,7 @@ class CloverConfig(PreTrainedConfig):
     target_revision: str | None = None
     target_fingerprint: str | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         self._validate_what_transformers_reads(kwargs)
         self._require_choice("variant")
         leaves_open = self.recall is None
