@@ -34,7 +34,9 @@ class _CallingLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         # From here on the module is its own loader's again: nothing of ours stays in it.
-        module.__loader__ = module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         for callback in _waiting.pop(self._name, ()):
             callback()

@@ -43,5 +43,5 @@ def installed_version(package: str) -> str | None:
 
 def _release(text: str) -> tuple[int, int]:
     """Major and minor version: "2.13.0+cpu" is (2, 13)."""
-    major, minor = re.match(r"(\d+)\.(\d+)", text).groups()
+    major, minor = re.findall(r"^(\d+)\.(\d+)", text)[0]
     return int(major), int(minor)

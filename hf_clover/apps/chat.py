@@ -82,7 +82,7 @@ class Conversation:
             return prompt_ids(self.tokenizer, messages)
         if not self.ids:
             return prompt_ids(self.tokenizer, text)
-        is_mid_line = not self.tokenizer.decode(self.ids[-8:]).endswith("\n")
+        is_mid_line = not self.tokenizer.decode(self.ids[-8:]).endswith("\n")  # type: ignore[union-attr]
         return self.ids + self.tokenizer("\n" * is_mid_line + text, add_special_tokens=False)["input_ids"]
 
     def _room(self, ids: list[int]) -> int:
@@ -114,7 +114,7 @@ class Conversation:
         if not tokens:  # broken off before there was an answer: nothing was said
             self.cache = None
             return
-        answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        answer: Any = self.tokenizer.decode(tokens, skip_special_tokens=True)
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         if self.tokenizer.chat_template is None and tokens[-1] in self._ends():
             tokens = tokens[:-1]  # the text goes on

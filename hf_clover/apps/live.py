@@ -48,7 +48,7 @@ class TokenText:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[return-value]
 
 
 class LiveStreamer(StepRecord):
@@ -86,7 +86,8 @@ class LiveStreamer(StepRecord):
             prompt = value.flatten().tolist()
             self._text = TokenText(self.tokenizer, prompt)
             if not self.skip_prompt:
-                self._write(self.tokenizer.decode(prompt, skip_special_tokens=True), PROMPT)
+                text = self.tokenizer.decode(prompt, skip_special_tokens=True)
+                self._write(text, PROMPT)  # type: ignore[arg-type]
             return
         for token in value.flatten().tolist():
             self._settle(is_free=True)
@@ -102,7 +103,7 @@ class LiveStreamer(StepRecord):
             self._write("\n", None)
 
     def _settle(self, is_free: bool) -> None:
-        if self._held is not None:
+        if self._held is not None and self._text is not None:
             token, self._held = self._held, None
             self._write(self._text.push(token), FREE if is_free else None)
 

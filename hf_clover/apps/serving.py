@@ -68,7 +68,7 @@ def make_app(
     from fastapi.responses import JSONResponse
 
     build_server, served = serving_part("server", "build_server"), Served()
-    manager, state = OneModel(name or target.name_or_path, target, tokenizer), WithHeads(heads, served)
+    manager, state = OneModel(name or target.name_or_path or "", target, tokenizer), WithHeads(heads, served)
     # Handlers differ between versions of transformers; of those that are not served there is none.
     handlers = {argument: None for argument in inspect.signature(build_server).parameters if "_handler" in argument}
     for argument, module, handler in (
@@ -109,7 +109,7 @@ class Served:
         return {**asdict(self), "tokens_per_forward": self.new_tokens / max(self.target_forwards, 1)}
 
 
-class OneModel(serving_part("model_manager", "ModelManager")):
+class OneModel(serving_part("model_manager", "ModelManager")):  # type: ignore[misc]
     """The model that is there, for every request. No other is loaded, and this one stays."""
 
     def __init__(self, name: str, target: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -127,7 +127,7 @@ class OneModel(serving_part("model_manager", "ModelManager")):
         pass
 
 
-class WithHeads(serving_part("utils", "GenerationState")):
+class WithHeads(serving_part("utils", "GenerationState")):  # type: ignore[misc]
     def __init__(self, heads: "CloverHeads", served: Served) -> None:
         super().__init__()
         self._manager = HeadsManager(heads, served)
@@ -139,7 +139,7 @@ class WithHeads(serving_part("utils", "GenerationState")):
         return self._manager
 
 
-class HeadsManager(serving_part("utils", "GenerateManager")):
+class HeadsManager(serving_part("utils", "GenerateManager")):  # type: ignore[misc]
     """transformers' own: one request after the other, in one thread; here with heads."""
 
     def __init__(self, heads: "CloverHeads", served: Served) -> None:

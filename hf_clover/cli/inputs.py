@@ -28,14 +28,15 @@ def load(
     from ..making.loading import load_target, load_tokenizer
     from ..network.modeling_clover import CloverHeads
 
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype == "auto" and device.type == "cpu":
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "auto" and place.type == "cpu":
         dtype = "float32"
     elif dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"`--dtype {dtype}` is none: pass auto, float32, bfloat16 or float16.")
-    code = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
-    model = load_target(target, dtype=dtype, **code).to(device)
-    assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(device)
+    code: dict[str, Any] = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
+    model = load_target(target, dtype=dtype, **code)
+    model.to(place)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too
+    assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(place)
     if pack:
         from ..network.packing import pack_for_cpu
 

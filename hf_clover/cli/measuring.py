@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,7 +81,8 @@ def benchmark(
     """
     if num_prompts is not None and per_category is not None:
         raise ValueError("`--num-prompts` and `--per-category` exclude each other: pass one of them.")
-    counts, trees = checked(nodes, tree or [], cache), tree or [None]
+    counts = checked(nodes, tree or [], cache)
+    trees: Sequence[str | None] = tree or [None]
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     from ..measure import benchmark as bench
     from ..measure.prompts import load_questions
@@ -88,7 +90,7 @@ def benchmark(
     methods = [bench.plain()]
     if assistant is not None:
         methods += [bench.with_heads(assistant, nodes=count, tree=shape) for shape, count in product(trees, counts)]
-    loaded = {} if assistant is None else {"heads": assistant, heads: assistant}
+    loaded = {} if assistant is None else {"heads": assistant, heads or "heads": assistant}
     methods += [bench.parse_method(text, model, loaded) for text in against or []]
     if pack:
         methods += bench.packed(model, methods)

@@ -13,7 +13,7 @@ from ..network.variants import CHOICES
 class ManyValues(typer.core.TyperCommand):
     """A command whose list options take several values after one flag: `--batch-size 1 4 16`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         flags = {flag for param in self.params if getattr(param, "multiple", False) for flag in param.opts}
         words, flag = [], None
         for word in args:

@@ -52,6 +52,7 @@ def regenerate(
         if endpoint is not None and given is not None:
             raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
     prompts = load_dataset(**source_of(dataset), name=config, split=split)
+    answers: EndpointAnswers | TargetAnswers
     if endpoint is not None:
         answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
     else:

@@ -27,7 +27,7 @@ class CloverEagle3(CloverDraft, Eagle3LlamaForCausalLM):
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
 
-    def forward(
+    def forward(  # type: ignore[override]  # vLLM calls the two methods' models differently
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,

@@ -24,6 +24,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from ..network.blocks import CloverAttention, Searched, followed, last_place, rotated, searched_text
 from ..network.modeling_clover import CloverHeads
+from ..network.packing import linear
 from ..network.target_parts import BorrowedParts, check_fingerprint, fingerprint, is_plain
 from .vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
 
@@ -72,24 +73,26 @@ class PagedAttention(CloverAttention):
 class Drafter(nn.Module):
     """What vLLM's proposer calls `model.model`; it lends it `embed_tokens`, the target's."""
 
+    embed_tokens: Any  # of one of vLLM's classes
+
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = heads_config(vllm_config)
         self.heads = CloverHeads(config).requires_grad_(False)
         for i, layer in enumerate(self.heads.layers):
-            layer.self_attn = PagedAttention(config, i, vllm_config, f"{prefix}.layers.{i}.self_attn")
+            layer.self_attn = last = PagedAttention(config, i, vllm_config, f"{prefix}.layers.{i}.self_attn")
         self.cache_config = vllm_config.cache_config
-        self.layer_name = self.heads.layers[-1].self_attn.attn.layer_name
+        self.layer_name = last.attn.layer_name
         self.most_starts = vllm_config.speculative_config.num_speculative_tokens + 1  # T
         self.level = 0  # of the token that this pass drafts
         self.is_later_pass = False
         self.slot_tokens: torch.Tensor | None = None  # [S] the token after each position
-        self.slot_values: torch.Tensor | None = None  # [S, kv_heads head_dim] of the last attention
+        self.slot_values: torch.Tensor  # [S, kv_heads head_dim] of the last attention
         # Of the drafts that are being made:
-        self.searched: Searched | None = None
-        self.runs: torch.Tensor | None = None  # [B, T, C], and [B, 1, C] from the second pass on
-        self.slots: torch.Tensor | None = None  # [B, C]
-        self.ends: torch.Tensor | None = None  # [B] the row after each request's last
+        self.runs: torch.Tensor | None = None  # [B, T, C], and [B, 1, C] from the second pass on; and with them:
+        self.searched: Searched
+        self.slots: torch.Tensor  # [B, C]
+        self.ends: torch.Tensor  # [B] the row after each request's last
 
     def set_skip_topk(self, skip: bool) -> None:
         """The proposer says False before the first pass of a draft, and True before the others."""
@@ -108,11 +111,12 @@ class Drafter(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens [N] after the positions [N] of the states [N, d] -> what goes into lm_head, and the states after
         the cell, both [N, d]."""
-        ids, recalled = input_ids.long(), ()
+        ids = input_ids.long()
+        recalled: tuple[torch.Tensor, ...] = ()
         self.level = self.level + 1 if self.is_later_pass else 0
         if self.is_later_pass:
             if self.runs is not None:
-                recalled = (self._recalled_later(ids),)
+                recalled = (self._recalled_later(ids, self.runs),)
             return self.heads.step(self.level, hidden_states, ids, *recalled)
         metadata = get_forward_context().attn_metadata  # None where vLLM only measures memory
         if isinstance(metadata, dict):
@@ -148,20 +152,20 @@ class Drafter(nn.Module):
         last = positions[rows]  # [B, T]
         self.searched, runs = searched_text(self.slot_tokens[self.slots], torch.zeros_like(last), last)
         self.runs = followed(self.searched, runs, ids[rows])  # [B, T, C]
-        recalled = self._recalled()  # [B, T, 2 w]
+        recalled = self._recalled(self.runs)  # [B, T, 2 w]
         everywhere = recalled.new_zeros(len(ids), recalled.shape[-1])
         everywhere[rows[is_own]] = recalled[is_own]
         return everywhere
 
-    def _recalled_later(self, ids: torch.Tensor) -> torch.Tensor:
+    def _recalled_later(self, ids: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
         """[N, 2 w] of which rows beyond the requests are filling."""
-        count = len(self.runs)
-        self.runs = followed(self.searched, self.runs, ids[:count, None])
-        return F.pad(self._recalled()[:, 0], (0, 0, 0, len(ids) - count))
+        count = len(runs)
+        self.runs = followed(self.searched, runs, ids[:count, None])
+        return F.pad(self._recalled(self.runs)[:, 0], (0, 0, 0, len(ids) - count))
 
-    def _recalled(self) -> torch.Tensor:
+    def _recalled(self, runs: torch.Tensor) -> torch.Tensor:
         """[B, T, 2 w] of the places that the runs lead to; of zeros where they lead nowhere."""
-        places = last_place(self.runs)  # [B, T]
+        places = last_place(runs)  # [B, T]
         values = self.slot_values[self.slots.gather(1, places.clamp(min=0))]  # [B, T, kv_heads head_dim]
         return self.heads.recalled(torch.where(places[..., None] < 0, 0, values))
 
@@ -177,7 +181,9 @@ class Drafter(nn.Module):
 
 
 class CloverDraft(nn.Module):
-    """What vLLM loads for the architecture `CloverHeads`."""
+    """What vLLM loads for the architecture `CloverHeads`. The proposer lends it `lm_head`, the target's."""
+
+    lm_head: Any  # of one of vLLM's classes
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
@@ -214,9 +220,9 @@ class CloverDraft(nn.Module):
     def scored(self, out: torch.Tensor) -> torch.Tensor:
         """[B, V], minus infinity outside of a draft vocabulary. The target's logit scale would change no argmax."""
         heads = self.model.heads
-        if self.config.draft_vocab_size is None:
+        if self.config.draft_vocab_size is None or (rows := heads.borrowed.draft_rows) is None:
             return self.logits_processor(self.lm_head, out)
-        scores = F.linear(out, *heads.borrowed.draft_rows)  # [B, draft V]
+        scores = linear(out, *rows)  # [B, draft V]
         logits = scores.new_full((len(out), self.config.vocab_size), float("-inf"))
         return logits.index_copy_(1, heads.draft_ids, scores)
 

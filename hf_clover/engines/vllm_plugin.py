@@ -22,7 +22,8 @@ class DraftConfig(CloverConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if method_of(self.to_dict()) == "mtp":
-            self.model_type = "mtp"  # by which vLLM chooses that method itself; the other has to be asked for
+            # By this, vLLM chooses that method itself; the other has to be asked for.
+            self.model_type = "mtp"  # type: ignore[misc]
             self.num_nextn_predict_layers = self.n_predict = 1
         self.index_share_for_mtp_iteration = True  # the proposer says then which pass of a draft it is
 

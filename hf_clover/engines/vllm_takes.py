@@ -38,4 +38,4 @@ def most_drafts(config: Mapping[str, Any]) -> int:
 
 def _whole(config: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in config.items() if value is not None}
-    return {**VARIANTS.get(config.get("variant"), {}), **given}
+    return {**VARIANTS.get(config.get("variant", ""), {}), **given}

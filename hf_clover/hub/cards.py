@@ -21,7 +21,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -65,8 +65,8 @@ def render(
     if not folder.is_dir():
         folder = Path(__file__).parents[2] / "hub_cards"  # in a clone
     template = "".join((folder / name).read_text(encoding="utf-8") for name in _TEMPLATES[kind])
-    words = {"marker": MARKER, "name": repo_id.split("/")[-1], "repo_id": repo_id, "subfolder": subfolder}
-    words |= {**results, "plots": plots or []}
+    words: dict[str, Any] = {"marker": MARKER, "name": repo_id.split("/")[-1], "repo_id": repo_id}
+    words |= {"subfolder": subfolder, **results, "plots": plots or []}
     if kind == "dataset":
         made = results.get("regeneration", {})
         words |= _named("target", made.get("model")) | _named("source", made.get("source"))
@@ -120,13 +120,19 @@ def _check_numbers(where: str, row: Mapping[str, Any], names: tuple[str, ...], m
 
 def is_hub_id(name: str | None) -> bool:
     """Whether `name` may be a repository's, and is no folder here."""
+    if not name:
+        return False
     try:
-        validate_repo_id(name or "..")
+        validate_repo_id(name)
     except HFValidationError:
         return False
     return not Path(name).exists()
 
 
+@overload
+def public_name(name: str) -> str: ...
+@overload
+def public_name(name: None) -> None: ...
 def public_name(name: str | None) -> str | None:
     """A repository's id as it is; of a path the last part, since the rest is nobody's business."""
     if name is None or is_hub_id(name):
@@ -176,7 +182,7 @@ def _eval_results(words: Mapping[str, Any]) -> list[EvalResult]:
     found = []
 
     def add(prompts: str, kind: str, name: str, value: float, **args: Any) -> None:
-        about = {"task_type": "text-generation", "dataset_type": prompts, "dataset_name": prompts}
+        about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": prompts, "dataset_name": prompts}
         found.append(
             EvalResult(**about, metric_type=kind, metric_name=name, metric_value=value, metric_args=args or None)
         )

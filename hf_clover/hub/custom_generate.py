@@ -6,7 +6,7 @@ caller gave. The heads are `assistant_model` where that is given, else those of 
 this file is a copy; on the Hub it is called `custom_generate/generate.py`.
 """
 
-import inspect
+import sys
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +22,7 @@ def generate(inputs: Any = None, *args: Any, model: PreTrainedModel, **kwargs: A
     options = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
     if kwargs.get("assistant_model") is None:
         # transformers does not pass on the argument that names the repository, and its cache does not tell either.
-        repository = inspect.currentframe().f_back.f_locals.get("custom_generate")
+        repository = sys._getframe(1).f_locals.get("custom_generate")
         if not isinstance(repository, str):
             raise ValueError(
                 "`assistant_model` is missing, and the repository to take heads from is not known here: pass "
@@ -32,4 +32,4 @@ def generate(inputs: Any = None, *args: Any, model: PreTrainedModel, **kwargs: A
         if _loaded.get(model, (None, None))[0] != source:
             _loaded[model] = source, AutoModel.from_pretrained(repository, **options)
         kwargs["assistant_model"] = _loaded[model][1]
-    return model.generate(inputs, *args, **kwargs)
+    return model.generate(inputs, *args, **kwargs)  # type: ignore[operator]

@@ -76,7 +76,7 @@ def push_folder(
     # Before the Hub is asked for anything: whatever is wrong with the folder is said first.
     files = _complete(folder, kind, secrets, repo_id, subfolder, metadata)
     api = HfApi(token=token, library_name="hf_clover", library_version=__version__)
-    where = {"repo_type": "dataset" if kind == "dataset" else "model"}
+    where: dict[str, Any] = {"repo_type": "dataset" if kind == "dataset" else "model"}
     where["repo_id"] = api.create_repo(repo_id, private=private, exist_ok=True, **where).repo_id
     if where["repo_id"] != repo_id:  # the user's own namespace
         files = _complete(folder, kind, secrets, where["repo_id"], subfolder, metadata)
@@ -86,8 +86,8 @@ def push_folder(
     files = {path if _is_code(path) else prefix + path: content for path, content in files.items()}
     if _is_generated(folder / _CARD) and _remote_card_is_somebodys(api, prefix + _CARD, revision, where):
         del files[prefix + _CARD]
-    stale = set(api.list_repo_files(revision=revision, **where)) - files.keys()
-    stale = [path for path in stale if path.startswith(prefix) and _is_weights(path.removeprefix(prefix))]
+    others = set(api.list_repo_files(revision=revision, **where)) - files.keys()
+    stale = [path for path in others if path.startswith(prefix) and _is_weights(path.removeprefix(prefix))]
     operations = [CommitOperationAdd(path, content) for path, content in files.items()]
     return api.create_commit(
         operations=[*operations, *(CommitOperationDelete(path) for path in stale)],
@@ -243,7 +243,7 @@ def _is_generated(card: Path) -> bool:
     return MARKER in text or "# Model Card for Model ID" in text
 
 
-def _remote_card_is_somebodys(api: HfApi, path: str, revision: str | None, where: dict[str, str]) -> bool:
+def _remote_card_is_somebodys(api: HfApi, path: str, revision: str | None, where: dict[str, Any]) -> bool:
     try:
         return not _is_generated(Path(api.hf_hub_download(filename=path, revision=revision, **where)))
     except EntryNotFoundError:

@@ -32,9 +32,7 @@ logger = logging.get_logger(__name__)
 COPIES = 15  # tokens of the text that new heads with recall put into their drafts where it repeats itself
 
 
-def heads_from_target(
-    cls: type[CloverHeads], target: PreTrainedModel, variant: str, fields: dict[str, Any]
-) -> CloverHeads:
+def heads_from_target(cls: type[CloverHeads], target: nn.Module, variant: str, fields: dict[str, Any]) -> CloverHeads:
     model = unwrap(target)
     if model.config.is_encoder_decoder:
         raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")
@@ -61,7 +59,8 @@ def heads_from_target(
         )
     weight = getattr(model.get_output_embeddings(), "weight", None)
     anchor = weight if isinstance(weight, torch.Tensor) else next(model.parameters())
-    heads.to(device=anchor.device, dtype=anchor.dtype if is_plain(anchor) else model.dtype)
+    dtype = anchor.dtype if is_plain(anchor) else model.dtype
+    heads.to(device=anchor.device, dtype=dtype)  # type: ignore[call-arg]  # transformers' wrapper counts `self` too
     return heads.bind(model)
 
 

@@ -11,7 +11,7 @@ Shapes: T positions of the trial, d hidden size.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -58,10 +58,10 @@ class LastLayer:
         self.use_rope = bool(getattr(self.attention, "use_rope", True))
         self.qkvo: dict[str, Linear] | None = None
         self.gate_up_down: dict[str, Linear] | None = None
-        if self.is_sequential:
+        if self.is_sequential and self.mlp_norm is not None:
             with evaluating(target):
                 self.qkvo, self.gate_up_down = self._read_attention(), self._read_mlp()
-                self._keep_what_computes_the_same(target, layer)
+                self._keep_what_computes_the_same(target, layer, self.mlp_norm)
 
     # ------------------------------------------------------------------ reading
 
@@ -90,10 +90,11 @@ class LastLayer:
 
     def _read_mlp(self) -> dict[str, Linear] | None:
         module = self.mlp
-        fused = self._linear(getattr(module, "gate_up_proj", None))
+        together = getattr(module, "gate_up_proj", None)
+        fused = self._linear(together)
         if fused is not None:
             half = fused[0].shape[0] // 2
-            parts = self._split(module.gate_up_proj, {"gate_proj": half, "up_proj": half})
+            parts = self._split(together, {"gate_proj": half, "up_proj": half})
         else:
             parts = {name: self._linear(getattr(module, name, None)) for name in ("gate_proj", "up_proj")}
         parts["down_proj"] = self._linear(getattr(module, "down_proj", None))
@@ -112,11 +113,11 @@ class LastLayer:
         inputs, device = getattr(module, "in_features", None), getattr(weight, "device", None)
         if not isinstance(inputs, int) or device is None:
             return None
-        basis = torch.eye(inputs, device=device, dtype=self.attention_norm.weight.dtype)
+        basis = torch.eye(inputs, device=device, dtype=plain_weight(self.attention_norm).dtype)
         at_zero = module(torch.zeros_like(basis[:1]))  # [1, outputs]
         return (module(basis) - at_zero).T.contiguous(), None if bias is None else at_zero[0]
 
-    def _split(self, module: nn.Module, sizes: dict[str, int]) -> dict[str, Linear | None]:
+    def _split(self, module: Any, sizes: dict[str, int]) -> dict[str, Linear | None]:
         weight, bias = self._linear(module) or (torch.empty(0), None)
         if weight.shape[0] != sum(sizes.values()):
             return dict.fromkeys(sizes)
@@ -127,9 +128,9 @@ class LastLayer:
     @property
     def qk_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
         """Norms of q and k where they are one per head dimension, as in Qwen 3."""
-        norms = tuple(getattr(self.attention, name, None) for name in ("q_norm", "k_norm"))
-        sizes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in norms]
-        return norms if all(size == (self.head_dim,) for size in sizes) else (None, None)
+        q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
+        sizes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in (q_norm, k_norm)]
+        return (q_norm, k_norm) if all(size == (self.head_dim,) for size in sizes) else (None, None)
 
     def _rope(self) -> dict[str, Any]:
         """The layer's rotary embedding; some targets have one per kind of layer."""
@@ -139,9 +140,9 @@ class LastLayer:
 
     # ------------------------------------------------------------------ trying
 
-    def _keep_what_computes_the_same(self, target: PreTrainedModel, layer: nn.Module) -> None:
+    def _keep_what_computes_the_same(self, target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> None:
         try:
-            before, between, after = _watch(target, layer, self.mlp_norm)  # [1, T, d] each
+            before, between, after = _watch(target, layer, middle)  # [1, T, d] each
         except Exception:  # it wants more than tokens, say: then what was read must do
             return
         if self.qkvo is not None and not self._computes("attention", before, between):
@@ -156,7 +157,8 @@ class LastLayer:
         config = CloverConfig(**{**self.block_fields(), **sizes, "augmenting_block": half, "draft_depth": 1})
         layer = AugmentingLayer(config, 0)
         self._copy_into_layer(layer)
-        rope = LlamaRotaryEmbedding(config).to(x.device)(x, torch.arange(x.shape[1], device=x.device)[None])
+        embedding = LlamaRotaryEmbedding(config).to(x.device)  # type: ignore[arg-type]  # it reads what any config has
+        rope = embedding(x, torch.arange(x.shape[1], device=x.device)[None])
         actual, _ = layer.to(x.device, x.dtype)(x, rope, None, None)
         # The first token is left out: what some targets keep in it drowns all else in rounding.
         error, change = (actual - expected)[:, 1:].float().norm(), (expected - x)[:, 1:].float().norm()
@@ -212,8 +214,8 @@ class LastLayer:
         if layer.self_attn is not None:
             norms = (layer.self_attn.q_norm, layer.self_attn.k_norm)
             has_norms = not isinstance(norms[0], nn.Identity)
-            fits = self.qkvo is not None and has_norms == (self.qk_norms[0] is not None)
-            if fits and _copy_linears(self.qkvo, layer.self_attn):
+            fits = has_norms == (self.qk_norms[0] is not None)
+            if self.qkvo is not None and fits and _copy_linears(self.qkvo, layer.self_attn):
                 for source, norm in zip((self.attention_norm, *self.qk_norms), (layer.input_layernorm, *norms)):
                     copy_norm(source, norm)
             else:
@@ -247,8 +249,10 @@ def _times(factor: float, part: Linear) -> Linear:
     return weight * factor, None if bias is None else bias * factor
 
 
-def _shapes_match(parts: dict[str, Linear | None], wanted: dict[str, tuple[int, int]]) -> bool:
-    return all(parts[name] is not None and tuple(parts[name][0].shape) == shape for name, shape in wanted.items())
+def _shapes_match(parts: dict[str, Linear | None], wanted: dict[str, tuple[int, int]]) -> TypeGuard[dict[str, Linear]]:
+    """Whether all of `parts`, which are those of `wanted`, are there in these shapes."""
+    found = {name: None if part is None else tuple(part[0].shape) for name, part in parts.items()}
+    return found == wanted
 
 
 def _copy_linears(parts: dict[str, Linear], module: nn.Module) -> bool:
@@ -269,13 +273,13 @@ def _copy_linears(parts: dict[str, Linear], module: nn.Module) -> bool:
 def copy_norm(source: nn.Module | None, norm: nn.Module) -> None:
     """The source's scale, read by what the module does: Gemma's norms multiply by 1 + weight."""
     weight = getattr(source, "weight", None)
-    if weight is None or weight.is_meta or weight.shape != norm.weight.shape:
+    if source is None or weight is None or weight.is_meta or weight.shape != norm.weight.shape:
         return
     probe = torch.linspace(-1.0, 1.0, weight.shape[0], device=weight.device).to(weight.dtype)
     unscaled = probe / probe.float().pow(2).mean().sqrt()
     actual = (source(probe[None]) - source(-probe[None]))[0].float() / 2  # without the bias of a LayerNorm
     one_plus = (actual - unscaled * (1 + weight)).abs().max() < (actual - unscaled * weight).abs().max()
-    norm.weight.copy_(1 + weight if one_plus else weight)
+    norm.get_parameter("weight").copy_(1 + weight if one_plus else weight)
 
 
 def _watch(target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> list[torch.Tensor]:

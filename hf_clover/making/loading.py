@@ -19,7 +19,7 @@ def load_target(name: str, gguf_file: str | None = None, **options: Any) -> PreT
         options = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True), **options}
     with _reading(name, gguf_file):
         model = AutoModelForCausalLM.from_pretrained(name, **options)
-    model.gguf_file = gguf_file
+    model.gguf_file = gguf_file  # type: ignore[assignment]  # read by `gguf_file_of`
     return model
 
 

@@ -79,7 +79,9 @@ def heads_from_reference_checkpoint(
             f"`{folder}` does not fit: missing {missing[:5]}, unexpected {sorted(problems.unexpected_keys)[:5]}."
         )
     anchor = next(model.parameters())
-    heads.to(device=anchor.device, dtype=next(iter(state.values())).dtype).bind(model)
+    dtype = next(iter(state.values())).dtype
+    heads.to(device=anchor.device, dtype=dtype)  # type: ignore[call-arg]  # transformers' wrapper counts `self` too
+    heads.bind(model)
     config.target_name_or_path = made_for or identity["target_name_or_path"]
     return heads
 

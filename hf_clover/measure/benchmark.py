@@ -134,7 +134,7 @@ def measure(
                     runs[repeat][place].append(run)
                     if turn + 1 < turns:
                         for answers, ids in zip(said[place], run.answers):
-                            answers.append(tokenizer.decode(ids, skip_special_tokens=True))
+                            answers.append(tokenizer.decode(ids, skip_special_tokens=True))  # type: ignore[arg-type]
                 for place, run in of_turn.items():
                     if repeat == 0 and place and (temperature == 0 or methods[place].is_exact):
                         for row, position, margin in _differences(
@@ -142,9 +142,9 @@ def measure(
                         ):
                             if (place, row) not in parted:
                                 lead = _number(margin) if temperature == 0 else None  # a sample is no preference
-                                where = {"prompt": group[row], "position": position, "margin": lead}
-                                if isinstance(questions[row], Question):
-                                    where |= {"turn": turn + 1, "question": questions[row].id, "category": category}
+                                where: dict[str, Any] = {"prompt": group[row], "position": position, "margin": lead}
+                                if isinstance(question := questions[row], Question):
+                                    where |= {"turn": turn + 1, "question": question.id, "category": category}
                                 differences[place].append(where)
                                 parted.add((place, row))
             bar.update(len(methods))

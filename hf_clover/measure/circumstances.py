@@ -23,15 +23,16 @@ def that_fit(
 ) -> tuple[list[Question | list[int]], list[dict[str, Any]]]:
     """The prompts for which the target has positions, their longest answers included, and what the others are."""
     most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    fit, left_out = [], []
+    fit: list[Question | list[int]] = []
+    left_out: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts):
         _, turns = kind_of(prompt)
         tokens = len(prompt_after(prompt, [""] * (turns - 1), tokenizer)) + turns * max_new_tokens
         if most is None or tokens <= most:
             fit.append(prompt)
         else:
-            is_question = isinstance(prompt, Question)
-            left_out.append({"prompt": number, "question": prompt.id if is_question else None, "tokens": tokens})
+            question = prompt.id if isinstance(prompt, Question) else None
+            left_out.append({"prompt": number, "question": question, "tokens": tokens})
     if left_out:
         longest = max(one["tokens"] for one in left_out)
         said = (
@@ -50,9 +51,10 @@ def template_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question |
     if getattr(tokenizer, "chat_template", None) is None or not any(isinstance(p, Question) for p in prompts):
         return {"chat_template": None, "thinking": None}
 
-    def made(**switch: bool) -> str:
+    def made(**switch: Any) -> str:
         messages = [{"role": "user", "content": "QUESTION"}]
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+        return text  # type: ignore[return-value]  # of one conversation it is no list
 
     thinking = None
     for name in ("enable_thinking", "thinking"):
@@ -66,7 +68,7 @@ def circumstances(
 ) -> dict[str, Any]:
     """What was asked of whom, where and when."""
     return {
-        "target": Path(target.config.name_or_path).name,
+        "target": Path(target.config.name_or_path or "").name,
         "prompts": Path(prompt_set).name,
         "num_prompts": len(prompts),
         "max_new_tokens": max_new_tokens,

@@ -69,7 +69,8 @@ def said_of(setting: Mapping[str, Any]) -> str:
 
 def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Speedup and tokens per forward of each setting, where questions have categories; first of all, then of each."""
-    panels, settings = [], by_setting(rows)
+    panels: list[dict[str, Any]] = []
+    settings = by_setting(rows)
     for setting, several in settings:
         several = [row for row in several if row.get("categories") and row["method"] != "plain"]
         if not several:
@@ -104,7 +105,7 @@ def _swept(rows: list[Mapping[str, Any]]) -> str | None:
     for name in _SWEPT:
         of_methods = [_values([r for r in rows if r["method"] == method], name) for method in _values(rows, "method")]
         counts[name] = max(len(values) for values in of_methods)
-    name = max(counts, key=counts.get)
+    name = max(counts, key=counts.__getitem__)
     return name if counts[name] > 1 else None
 
 
@@ -125,7 +126,7 @@ def label_of(row: Mapping[str, Any], rows: list[Mapping[str, Any]], swept: str |
 def _series(rows: list[Mapping[str, Any]], label: str, xs: list[Any], name: str) -> dict[str, Any]:
     """One quantity of these rows, with its range where the rows have one."""
     series = {"label": label, "x": xs, "y": [row.get(name) for row in rows]}
-    ranges = [row.get(f"{name}_range") for row in rows]
+    ranges: list[Any] = [row.get(f"{name}_range") for row in rows]
     if all(ranges):
         series |= {"low": [low for low, _ in ranges], "high": [high for _, high in ranges]}
     return series
@@ -224,21 +225,22 @@ def _of_training(log: list[Mapping[str, Any]]) -> dict[str, Any]:
             "the first head, so there is nothing to draw."
         )
     mode, where = ("eval_", "held-out text") if len(_logged(log, "eval_head_0/top1")) > 1 else ("", "training text")
-    heads, losses = [], []
+    heads: list[dict[str, Any]] = []
+    losses = []
     while _logged(log, f"{mode}head_{len(heads)}/top1"):
         name = f"{mode}head_{len(heads)}/top1"
         heads.append(_curve(log, name, f"head {len(heads) + 1}"))
     for name, label, dashed in (("loss", "training", False), ("eval_loss", "held-out", True)):
         if _logged(log, name):
             losses.append({**_curve(log, name, label), "dashed": dashed})
-    lengths = [
+    lines = [
         (f"{mode}acceptance_length/top1", "implied, chain", True),
         (f"{mode}acceptance_length/top5", "implied, five children each", True),
         ("eval_tokens_per_forward", "measured", False),
     ]
-    lengths = [{**_curve(log, name, label), "dashed": dash} for name, label, dash in lengths if _logged(log, name)]
+    lengths = [{**_curve(log, name, label), "dashed": dash} for name, label, dash in lines if _logged(log, name)]
     step = "training step"
-    panels = [
+    panels: list[dict[str, Any]] = [
         {"title": "Loss", "ylabel": "loss", "series": losses},
         {"title": f"Top-1 accuracy, {where}", "ylabel": "share of positions", "series": heads},
         {"title": f"Tokens per forward, {where}", "ylabel": _PER_FORWARD, "series": lengths},

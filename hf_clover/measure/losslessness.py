@@ -85,7 +85,7 @@ def verify(
     methods = [with_heads(heads, nodes=count, tree=tree) for count, tree in product(nodes, trees)]
     rows = []
     for cache, size in product(cache_implementations, batch_sizes):
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
         if cache != "dynamic":
             options["cache_implementation"] = cache
         batches = [
@@ -93,7 +93,8 @@ def verify(
         ]
         label = f"batch {size}, {cache}"
         plain = [
-            target.generate(**batch, **options) for batch in tqdm(batches, f"plain, {label}", disable=not progress)
+            target.generate(**batch, **options)  # type: ignore[operator]
+            for batch in tqdm(batches, f"plain, {label}", disable=not progress)
         ]
         for method in tqdm(methods, f"heads, {label}", disable=not progress):
             found, records = [], []
@@ -119,7 +120,7 @@ def _with_heads(
     target: PreTrainedModel, method: Method, batch: dict[str, torch.Tensor], options: dict[str, Any]
 ) -> tuple[torch.Tensor, Speculation]:
     with method.applied() as own, speculations() as records:
-        sequences = target.generate(**batch, **options, **own)
+        sequences = target.generate(**batch, **options, **own)  # type: ignore[operator]
     return sequences, records[0]
 
 
@@ -183,7 +184,8 @@ def explain(
         return []
     end = max(places.values()) + 1
     recording = {"output_scores": True, "return_dict_in_generate": True}
-    again = target.generate(**batch, **options, **recording, stopping_criteria=StoppingCriteriaList([_Until(end)]))
+    until = StoppingCriteriaList([_Until(end)])
+    again = target.generate(**batch, **options, **recording, stopping_criteria=until)  # type: ignore[operator]
     repeated, _ = _of_one_length((again.sequences, plain), pad)
     differences, start = [], batch["input_ids"].shape[1]
     for row, place in places.items():
@@ -201,7 +203,7 @@ def explain(
             elif scores[its] == best:  # else its text had ended before, and this is padding
                 margin, top_two = best - float(scores[mine]), best - second
                 verdict = NUMERICS if margin <= rounding else BUG
-        figures = {"margin": _finite(margin), "top_two": _finite(top_two), "rounding": rounding}
+        figures: dict[str, Any] = {"margin": _finite(margin), "top_two": _finite(top_two), "rounding": rounding}
         differences.append(Difference(first_prompt + row, place - start, its, mine, **figures, verdict=verdict))
     return differences
 
@@ -251,7 +253,7 @@ def _last_logits(target: PreTrainedModel, text: torch.Tensor, widths: Sequence[i
     keeps_few = "logits_to_keep" in inspect.signature(target.forward).parameters
     parts, done = [], 0
     for width in widths:
-        inputs = {"input_ids": text[None, done : done + width]}
+        inputs: dict[str, Any] = {"input_ids": text[None, done : done + width]}
         inputs["attention_mask"] = torch.ones_like(text)[None, : done + width]
         if takes_positions(target):
             inputs["position_ids"] = torch.arange(done, done + width, device=text.device)[None]

@@ -97,8 +97,9 @@ def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHea
             f"({', '.join(CHOICES['draft_tree'])}), as in 'medusa@8:HEADS' or 'medusa@7-chain:HEADS'."
         )
     if name == "assistant":
-        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
-        return Method(text, {"assistant_model": assistant}, is_exact=False)
+        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        assistant.to(target.device)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too
+        return Method(text, {"assistant_model": assistant.eval()}, is_exact=False)
     if path and path not in loaded:
         loaded[path] = CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device)
     return with_heads(

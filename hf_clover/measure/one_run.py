@@ -54,7 +54,7 @@ def run_once(
         with method.applied() as own, speculations() as records:
             _synchronize(target.device)
             start = time.perf_counter()
-            sequences = target.generate(**batch, **options, **own)
+            sequences = target.generate(**batch, **options, **own)  # type: ignore[operator]
             _synchronize(target.device)
             seconds = time.perf_counter() - start
     finally:

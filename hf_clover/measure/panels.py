@@ -113,7 +113,8 @@ def _draw_bars(
         middles[category] = top + room / 2
         tops[category] = middles[category] - counts[category] * _BAR / 2
         top += room
-    taken, ends = Counter(), dict.fromkeys(counts, 0.0)
+    taken: Counter[str] = Counter()
+    ends = dict.fromkeys(counts, 0.0)
     values = [y for series in panel["series"] for y in series.get("high", series["y"]) if y is not None]
     sums = {c: sum(y or 0 for s in panel["series"] for x, y in zip(s["x"], s["y"]) if x == c) for c in counts}
     if stacked:
@@ -173,7 +174,8 @@ def _draw_dots(
         if number % 2 == 0:
             axes.axhspan(bottom, bottom + room, color=axes.xaxis.get_gridlines()[0].get_color(), alpha=0.4, zorder=0)
         bottom += room
-    counts, taken = places_of(panel), Counter()
+    counts = places_of(panel)
+    taken: Counter[str] = Counter()
     for series in panel["series"]:
         colour, marker = looks[series["label"]]
         points = []

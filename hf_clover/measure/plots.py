@@ -91,8 +91,9 @@ def save(page: "Figure", path: str | os.PathLike) -> Path:
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    page.canvas.draw()
-    image = Image.frombytes("RGBA", page.canvas.get_width_height(), page.canvas.buffer_rgba()).convert("RGB")
+    canvas: Any = page.canvas  # Agg's
+    canvas.draw()
+    image = Image.frombytes("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
     image.quantize(256, dither=Image.Dither.NONE).save(path, format="png", optimize=True)
     return path
 
@@ -156,7 +157,8 @@ def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
     if note:
         _put(note, _MARGIN / width, (foot - _MARGIN) / total)
     room = (_MARGIN / width, foot / total, inside / width, sum(heights) / total)
-    page.get_layout_engine().set(rect=room, w_pad=0.06, h_pad=0.08, wspace=0.05, hspace=0.02)
+    layout: Any = page.get_layout_engine()  # the constrained one
+    layout.set(rect=room, w_pad=0.06, h_pad=0.08, wspace=0.05, hspace=0.02)
 
     page.draw_without_rendering()  # now the panels have their widths
     for row in drawn:

@@ -30,7 +30,7 @@ class StepRecord(BaseStreamer):
         """`target.generate`, watched; returns its output, always as a dictionary."""
         with self.listening(target):
             options = {"assistant_model": heads, "return_dict_in_generate": True, **options}
-            return target.generate(**inputs, streamer=self, **options)
+            return target.generate(**inputs, streamer=self, **options)  # type: ignore[operator]
 
     @contextmanager
     def listening(self, target: "PreTrainedModel") -> Iterator[None]:

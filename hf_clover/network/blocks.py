@@ -27,7 +27,7 @@ def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> 
     random matrix that keeps sizes, with outputs of the size of its inputs ("even"), or as any of transformers' does
     (None)."""
     linear = nn.Linear(inputs, outputs, bias=bias)
-    linear.start = start  # read by `CloverHeads._init_weights`
+    linear.start = start  # type: ignore[assignment]  # read by `CloverHeads._init_weights`
     return linear
 
 

@@ -25,6 +25,7 @@ from .variants import (
 )
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+LEFT_OPEN: Any = None  # what a user may leave out and `__post_init__` fills in: from the variant, or from other fields
 RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
 
 
@@ -88,49 +89,49 @@ class CloverConfig(PreTrainedConfig):
     variant: str = "clover-2"
     vocab_size: int = 32000
     hidden_size: int = 4096
-    num_heads: int | None = None
+    num_heads: int = LEFT_OPEN
 
-    num_augmenting_layers: int | None = None
-    augmenting_block: str | None = None
+    num_augmenting_layers: int = LEFT_OPEN
+    augmenting_block: str = LEFT_OPEN
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: int = LEFT_OPEN
+    head_dim: int = LEFT_OPEN
     intermediate_size: int = 11008
     hidden_act: str = "silu"
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    rope_parameters: dict | None = None
+    rope_parameters: dict = LEFT_OPEN
     use_rope: bool = True
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
 
-    decoder: str | None = None
-    decoder_position: str | None = None
-    decoder_num_heads: int | None = None
-    decoder_bias: bool | None = None
+    decoder: str = LEFT_OPEN
+    decoder_position: str = LEFT_OPEN
+    decoder_num_heads: int = LEFT_OPEN
+    decoder_bias: bool = LEFT_OPEN
     decoder_activation: str | None = None
-    decoder_width: int | None = None
-    entry: str | None = None
-    recall: bool | None = None
+    decoder_width: int = LEFT_OPEN
+    entry: str = LEFT_OPEN
+    recall: bool = LEFT_OPEN
     regressive: bool = True
-    output_projector: str | None = None
-    token_embedding: str | None = None
-    normalize_embeddings: bool | None = None
+    output_projector: str = LEFT_OPEN
+    token_embedding: str = LEFT_OPEN
+    normalize_embeddings: bool = LEFT_OPEN
     embedding_scale: float = 1.0
-    normalize_hidden_states: bool | None = None
+    normalize_hidden_states: bool = LEFT_OPEN
     hidden_state_scale: float = 1.0
 
-    loss_type: str | None = None
-    hidden_loss_weight: float | None = None
+    loss_type: str = LEFT_OPEN
+    hidden_loss_weight: float = LEFT_OPEN
     token_loss_weight: float = 1.0
     loss_decay: float = 0.7
 
     draft_vocab_size: int | None = None
     draft_tree: str = "global"
-    draft_depth: int | None = None
+    draft_depth: int = LEFT_OPEN
     draft_beam_width: int = 10
     draft_top_k: int = 10
     draft_copies: int = 0
@@ -145,7 +146,7 @@ class CloverConfig(PreTrainedConfig):
     target_revision: str | None = None
     target_fingerprint: str | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs: Any) -> None:
         self._validate_what_transformers_reads(kwargs)
         self._require_choice("variant")
         leaves_open = self.recall is None

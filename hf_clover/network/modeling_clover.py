@@ -63,6 +63,7 @@ class CloverOutput(ModelOutput):
 class CloverHeads(PreTrainedModel):
     """Speculative heads for one target. Made by `from_target`, `from_pretrained` or `from_reference_checkpoint`."""
 
+    config: CloverConfig
     config_class = CloverConfig
     base_model_prefix = "heads"
     main_input_name = "hidden_states"
@@ -70,19 +71,21 @@ class CloverHeads(PreTrainedModel):
     _supports_sdpa = True
     supports_gradient_checkpointing = False
     text_memory: Any = None  # a `TextMemory` of the package, to copy drafts from
+    draft_ids: torch.Tensor  # [draft V] ids of the target, where there is a draft vocabulary
+    _borrowed: BorrowedParts | None
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__(config)
         decoders = {"attention": AttentionDecoder, "mlp": MLPDecoder, "gated": GatedDecoder, "none": None}
         decoder = decoders[config.decoder]
         size, eps, projector = config.hidden_size, config.rms_norm_eps, config.output_projector
-        if config.has_entry_decoder:
+        if decoder is not None and config.has_entry_decoder:
             self.entry_decoder = decoder(config) if config.entry == "decoder" else EntryProjector(config)
         if config.has_augmenting_block:
             self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
             from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which may be loading us
 
-            self.rotary_emb = LlamaRotaryEmbedding(config)
+            self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # it reads what any config has
         # Otherwise nothing was changed, and the target's own norm closes, or what was changed is normed already.
         if (config.has_augmenting_block or config.has_entry_decoder) and not config.normalize_hidden_states:
             self.norm = CloverRMSNorm(size, eps)
@@ -102,7 +105,7 @@ class CloverHeads(PreTrainedModel):
         else:
             self.head_norm = CloverRMSNorm(size, eps)
         if config.draft_vocab_size is not None:
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [draft V] ids of the target
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
         self.generation_config = GenerationConfig()  # num_assistant_tokens None: the machine chooses
         object.__setattr__(self, "_borrowed", None)
         self.post_init()
@@ -182,7 +185,8 @@ class CloverHeads(PreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
         if attention_mask is None or attention_mask.ndim == 2:
-            attention_mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+            mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+            attention_mask = mask  # type: ignore[assignment]  # another kind is flex attention's
         return self.rotary_emb(x, position_ids), attention_mask
 
     def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -267,10 +271,10 @@ class CloverHeads(PreTrainedModel):
             raise RuntimeError("These heads are not bound to a target: call `heads.bind(target)` first.")
         return self._borrowed
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
         """None of their own: the target's are borrowed. FSDP asks."""
 
-    def bind(self, target: PreTrainedModel) -> "CloverHeads":
+    def bind(self, target: nn.Module) -> "CloverHeads":
         """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
         target = unwrap(target)
         lm_head = target.get_output_embeddings()
@@ -293,6 +297,10 @@ class CloverHeads(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
+        if isinstance(module, CloverHeads) and self.config.draft_vocab_size is not None:
+            init.copy_(module.draft_ids, torch.arange(self.config.draft_vocab_size))
+        if not isinstance(module, nn.Linear):
+            return
         start = getattr(module, "start", None)
         if start == "zero":
             init.zeros_(module.weight)
@@ -308,11 +316,9 @@ class CloverHeads(PreTrainedModel):
             noise = torch.empty_like(module.weight)
             noise = noise.normal_(0.0, INIT_NOISE) if "gaussian" in start else noise.uniform_(0.0, INIT_NOISE)
             init.copy_(module.weight, noise + torch.eye(*noise.shape, device=noise.device, dtype=noise.dtype))
-        if isinstance(module, CloverHeads) and self.config.draft_vocab_size is not None:
-            init.copy_(module.draft_ids, torch.arange(self.config.draft_vocab_size))
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
+    def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
         """New heads for `target`; `fields` are those of `CloverConfig`."""
         return _package("making.from_target").heads_from_target(cls, target, variant, fields)
 
@@ -378,7 +384,7 @@ class CloverHeads(PreTrainedModel):
             check_checkpoint(model, checkpoint_files, load_config.pretrained_model_name_or_path)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
         """Publish these heads with their model card in one commit; the arguments are those of `push_heads`."""
         return _package("hub.push").push_heads(self, repo_id, **kwargs)
 

@@ -13,7 +13,7 @@ instead (`halve_weights`), which is half as many bytes to read. A sibling of `mo
 Hub with it.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def multiplies_bfloat16_fast(device: torch.device) -> bool:
     float32."""
     if device.type != "cpu":
         return True
-    known = getattr(torch.cpu, "get_capabilities", dict)()
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
@@ -99,7 +99,7 @@ class PackedLinear(nn.Linear):
         return object.__new__, (nn.Linear,), state
 
 
-def is_packed(module: nn.Module | None) -> bool:
+def is_packed(module: nn.Module | None) -> TypeGuard[PackedLinear]:
     return isinstance(module, PackedLinear)
 
 
@@ -123,8 +123,8 @@ def pack_for_cpu(model: nn.Module) -> int:
         raise ValueError("`model` is quantised, and packing needs plain weights: load it without quantisation.")
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
-        for weight in module._parameters.values():
-            owners.setdefault(id(weight), []).append(module)
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), []).append(module)
     layers = [module for module in model.modules() if type(module) is nn.Linear and "weight" in module._parameters]
     layers = [layer for layer in layers if layer.weight.numel() >= LEAST_WEIGHTS]
     for layer in layers:
@@ -149,7 +149,7 @@ def unpack(model: nn.Module) -> None:
         done[key] = layer._parameters["weight"] = done[key] if key in done else layer.plain()
         for name in PackedLinear.__annotations__:
             del vars(layer)[name]
-        layer.__class__ = nn.Linear
+        layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def halve_weights(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -62,7 +62,7 @@ def unwrap(model: Any) -> PreTrainedModel:
         elif hasattr(model, "module"):
             model = model.module
         else:
-            return model
+            return cast(PreTrainedModel, model)  # or what is asked no more than one
 
 
 def special_tokens_of(target: PreTrainedModel) -> dict[str, Any]:
@@ -103,8 +103,9 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
     if source is None:
         raise ValueError(f"The target `{name}` has no output embeddings, so there is no lm_head to borrow.")
     for module in (target, source):
-        if hasattr(module, "reshard"):  # FSDP leaves some weights in one piece after a forward, but not for good
-            module.reshard()
+        reshard = getattr(module, "reshard", None)
+        if reshard is not None:  # FSDP leaves some weights in one piece after a forward, but not for good
+            reshard()
     lm_head = whole(source)
     _check_width(lm_head, config.hidden_size, name, config.vocab_size)
     rows = readable_rows(lm_head, config)
@@ -142,7 +143,7 @@ def token_table(config: CloverConfig, target: PreTrainedModel, lm_head: nn.Modul
     return None
 
 
-def device_of(target: nn.Module, part: nn.Module | None = None) -> torch.device:
+def device_of(target: PreTrainedModel, part: nn.Module | None = None) -> torch.device:
     """Where `part` computes, or where the target's forward begins. Weights that are fetched for every forward are on
     the meta device meanwhile, and their hooks know."""
     part = target if part is None else part
@@ -166,7 +167,8 @@ def whole(module: nn.Module) -> nn.Module:
         return module
     if any(weight.is_meta for weight in weights) and not any(hasattr(each, "_hf_hook") for each in modules):
         return module  # a target without weights, for whoever asks what fits what
-    kind = type(module).__mro__[2] if hasattr(module, "reshard") else type(module)  # FSDP puts two classes before it
+    # FSDP puts two classes before it.
+    kind: type[nn.Module] = type(module).__mro__[2] if hasattr(module, "reshard") else type(module)
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
     # Nothing that divides, fetches or hooks goes with the copy.
@@ -202,7 +204,7 @@ def _in_one_piece(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def is_plain(weight: Any) -> bool:
+def is_plain(weight: Any) -> TypeGuard[torch.Tensor]:
     """Whether these are the weights themselves, not the 4 or 8 bits (float8 too) that stand for them elsewhere."""
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
 
@@ -237,7 +239,7 @@ def _check_width(lm_head: nn.Module, hidden_size: int, name: str, vocab_size: in
 
 def check_fingerprint(config: CloverConfig, actual: str) -> None:
     expected = config.target_fingerprint
-    if actual == expected:
+    if expected is None or actual == expected:
         return
     differing = (int(expected, 16) ^ int(actual, 16)).bit_count() / (FINGERPRINT_ROWS * FINGERPRINT_COLUMNS)
     made_for = config.target_name_or_path or "an unnamed target"

@@ -105,7 +105,7 @@ class TargetAnswers:
             yield from self._answers(batch, ids)
 
     def _answers(self, places: list[int], ids: dict[int, list[int]]) -> Iterator[tuple[int, str | Exception]]:
-        answers: list[str | Exception] | None = None
+        answers: Sequence[str | Exception] | None = None
         try:
             answers = self._answer([ids[place] for place in places])
         except Exception as error:
@@ -170,7 +170,7 @@ class EndpointAnswers:
         try:
             places = {pool.submit(self._answer, prompt): place for place, prompt in enumerate(prompts)}
             for future in as_completed(places):
-                yield places[future], future.exception() or future.result()
+                yield places[future], future.exception() or future.result()  # type: ignore[misc]
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -228,8 +228,8 @@ def regenerate(dataset: Dataset, answers: Answers, output_dir: str | os.PathLike
                 bar.update()
         for place, answer in answers(prompts):
             if isinstance(answer, Exception):
-                error = f"{type(answer).__name__}: {answer}"
-                _write_line(failed, index=asked[place], prompt=prompts[place], error=error)
+                reason = f"{type(answer).__name__}: {answer}"
+                _write_line(failed, index=asked[place], prompt=prompts[place], error=reason)
             else:
                 _write_line(answered, index=asked[place], prompt=prompts[place], completion=answer)
             bar.update()
@@ -256,8 +256,8 @@ def _prompt_of(sample: dict[str, Any]) -> Prompt:
 def _collect(folder: Path, progress: Path, settings: dict[str, Any]) -> None:
     """The answers in the order of their prompts as one file, the errors that no later run has mended as another."""
     answers = {line["index"]: line for line in _read_lines(progress.glob("answers-*.jsonl"))}
-    errors = {line["index"]: line for line in _read_lines(progress.glob("errors-*.jsonl"))}
-    errors = [errors[index] for index in sorted(errors.keys() - answers.keys())]
+    failed = {line["index"]: line for line in _read_lines(progress.glob("errors-*.jsonl"))}
+    errors = [failed[index] for index in sorted(failed.keys() - answers.keys())]
     (folder / "errors.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors))
     if errors:
         logger.warning(

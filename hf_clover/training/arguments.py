@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
@@ -45,8 +46,10 @@ def name_of(model: "nn.Module | str") -> str:
     return model if isinstance(model, str) else getattr(unwrap(model).config, "name_or_path", "") or "target"
 
 
-def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig) -> nn.Module:
-    options = dict(args.model_init_kwargs or {})
+def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig) -> PreTrainedModel:
+    """Heads, or what PEFT has wrapped around them."""
+    given: Any = args.model_init_kwargs or {}  # a text is parsed by now
+    options = dict(given)
     if model is None:
         model = CloverHeads.from_target(teacher_model, **options)
     elif isinstance(model, str):

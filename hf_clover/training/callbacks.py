@@ -163,7 +163,8 @@ class AcceptanceCallback(TrainerCallback):
 
     def _marked(self, prompt: list[int], steps: list[list[int]]) -> str:
         """Of the tokens of one step all but the last were drafted: the last is the target's own."""
-        decode, ids = self.trainer.processing_class.decode, list(prompt)
+        decode: Any = self.trainer.processing_class.decode  # a list of texts comes of a batch alone
+        ids = list(prompt)
         text = decode(ids)
         for step in steps:
             for part, (before, after) in ((step[:-1], (OPEN, CLOSE)), (step[-1:], ("", ""))):

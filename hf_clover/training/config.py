@@ -6,7 +6,7 @@ This module does not know models or data.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -95,6 +95,10 @@ class CloverTrainingConfig(SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
+    if TYPE_CHECKING:  # what is filled in where the user leaves it open
+        output_dir: str = ""
+        bf16: bool = True
+
     # Parameters whose default values are overridden from SFTConfig
     learning_rate: float = field(default=1e-3, metadata={"help": "The initial learning rate for AdamW."})
     adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 for the AdamW optimizer."})
@@ -103,7 +107,9 @@ class CloverTrainingConfig(SFTConfig):
         default=0.02, metadata={"help": "Steps of linear warm-up; a number below 1 is a share of all steps."}
     )
     max_length: int | None = field(default=2048, metadata={"help": "Longer sequences are truncated to this length."})
-    gradient_checkpointing: bool | None = field(default=None, metadata={"help": "Not available for heads."})
+    gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
+        default=None, metadata={"help": "Not available for heads."}
+    )
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={
@@ -125,7 +131,7 @@ class CloverTrainingConfig(SFTConfig):
     )
 
     # Parameters that control the loss
-    loss_type: str | None = field(
+    loss_type: str | None = field(  # type: ignore[assignment]
         default=None, metadata={"help": "The loss. Default: the heads' config.", "choices": list(TOKEN_LOSSES)}
     )
     loss_decay: float | None = field(
@@ -150,7 +156,7 @@ class CloverTrainingConfig(SFTConfig):
         },
     )
 
-    weight_decay: float | None = field(
+    weight_decay: float | None = field(  # type: ignore[assignment]
         default=None, metadata={"help": "Of the matrices. Default: 0.1 with Muon, and 0 without."}
     )
 

@@ -199,7 +199,7 @@ class _HeadLosses(torch.autograd.Function):
                     logits = terms.score(x).float()  # [N, D]
                     losses = _row_losses(x, logits, states[rows[counted]], p[counted], terms)  # [N]
                     total = torch.where(asked, losses, 0).sum()
-                if needs_grad:
+                if grads is not None:
                     (grads[head, source],) = torch.autograd.grad(total, x)
                 sums[head] += total.detach()
                 rank = _rank(logits.detach(), choice[counted])  # [N]

@@ -39,7 +39,7 @@ def orthogonalized(
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-class Muon(torch.optim.Muon if HAS_MUON else torch.optim.Optimizer):
+class Muon(torch.optim.Muon if HAS_MUON else torch.optim.Optimizer):  # type: ignore[misc]
     """torch's, which always iterates in bfloat16; where the device has to emulate that, the same in float32."""
 
     @torch.no_grad()
@@ -87,8 +87,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         momentum: float = 0.95,
     ) -> None:
-        params = list(params)
-        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        given: list[Any] = list(params)
+        groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         self.parts: list[torch.optim.Optimizer] = []
         if matrices := _chosen(groups, lambda parameter: parameter.ndim == 2):
             self.parts.append(Muon(matrices, lr=muon_lr, weight_decay=weight_decay, momentum=momentum))

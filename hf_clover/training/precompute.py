@@ -35,7 +35,10 @@ class Target(Protocol):
     """What is asked of the target here; `teacher.Teacher` is one."""
 
     heads: Any
-    state_size: int  # numbers kept for a token
+
+    @property
+    def state_size(self) -> int:
+        """Numbers kept for a token."""
 
     def hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor: ...
 

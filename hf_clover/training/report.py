@@ -6,7 +6,7 @@ hold; a figure that was not measured is not there. This module does not know mod
 
 from typing import Any
 
-from transformers import TrainerState
+from transformers import SchedulerType, TrainerState
 
 from ..measure.provenance import provenance
 from .config import CloverTrainingConfig
@@ -30,7 +30,7 @@ def results_of(
 ) -> dict[str, Any]:
     """The sections `training` and, after an evaluation, `acceptance`."""
     settings = {name: getattr(args, name) for name in _SETTINGS}
-    settings["lr_scheduler_type"] = str(args.lr_scheduler_type.value)
+    settings["lr_scheduler_type"] = str(SchedulerType(args.lr_scheduler_type).value)
     settings["batch_size"] = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     settings["precision"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     source = provenance()

@@ -58,7 +58,7 @@ def decode(
     while True:
         model_kwargs = inputs_after(model, outputs, model_kwargs)
         logits = outputs.logits[:, -1].to(input_ids.device, torch.float32, copy=True)  # [B, V]
-        scores = logits_processor(input_ids, logits)  # [B, V]
+        scores = logits_processor(input_ids, logits)  # type: ignore[arg-type]  # [B, V]
         if numbers is None:
             tokens = scores.argmax(-1)  # [B]
         else:
@@ -81,7 +81,9 @@ def decode(
                 if model_kwargs.get(name) is not None:
                     model_kwargs[name] = model_kwargs[name][going_on]
         new = 1 if model_kwargs.get("use_cache") else None
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=new, **model_kwargs)
+        inputs = model.prepare_inputs_for_generation(  # type: ignore[operator]
+            input_ids, next_sequence_length=new, **model_kwargs
+        )
         outputs = model(**inputs, return_dict=True)
     return pad_sequence(written, batch_first=True, padding_value=text.pad or 0)
 

@@ -40,7 +40,8 @@ class TargetModelConfig(ModelConfig):
 
 def make_parser(prog: str | None = None) -> TrlParser:
     example = f"Example: {prog or 'train.py'} --config examples/configs/qwen3-0.6b.yaml"
-    return TrlParser((ScriptArguments, CloverTrainingConfig, TargetModelConfig), prog=prog, epilog=example)
+    classes: Any = (ScriptArguments, CloverTrainingConfig, TargetModelConfig)  # trl's type takes several of one kind
+    return TrlParser(classes, prog=prog, epilog=example)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTrainer:
@@ -102,7 +103,7 @@ def target_options(training_args: CloverTrainingConfig, model_args: TargetModelC
         "trust_remote_code": training_args.trust_remote_code,
         "quantization_config": get_quantization_config(model_args),
     }
-    given = training_args.teacher_model_init_kwargs or {}
+    given: Any = training_args.teacher_model_init_kwargs or {}  # a text is parsed by now
     return {name: value for name, value in {**options, **given}.items() if value is not None}
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import TrainingArguments
@@ -18,6 +18,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..measure.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
 
 logger = logging.get_logger(__name__)
 
@@ -28,11 +33,12 @@ STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 RANDOM = "rng_state*.pth"
 
 
-class WholeCheckpoints:
+class WholeCheckpoints(_Trainer):
     """What a `Trainer` that inherits from this does before it reads a checkpoint, and when it cannot write one."""
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args), *args, **kwargs)
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
+        return super().train(checkpoint, *args, **kwargs)  # type: ignore[arg-type]  # any path will do
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -54,7 +60,9 @@ def _is_of_the_disk(error: Exception) -> bool:
     return isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error) or "inline_contain" in str(error)
 
 
-def checkpoint_to_resume(asked: str | os.PathLike | bool | None, args: TrainingArguments) -> str | bool | None:
+def checkpoint_to_resume(
+    asked: str | os.PathLike | bool | None, args: TrainingArguments
+) -> str | os.PathLike | bool | None:
     """What to hand to transformers in place of `resume_from_checkpoint`."""
     if asked is None or asked is False or (asked is not True and not Path(asked).is_dir()):
         return asked  # transformers says so where there is nothing
@@ -66,8 +74,8 @@ def checkpoint_to_resume(asked: str | os.PathLike | bool | None, args: TrainingA
                 "checkpoint, or pass `True`, which takes the newest that is whole."
             )
         return asked
-    broken = {}
-    for folder in checkpoints_in(args.output_dir):
+    broken: dict[Path, str] = {}
+    for folder in checkpoints_in(args.output_dir or ""):
         problem = what_is_broken(folder, args.save_only_model)
         if problem is None:
             for path, reason in broken.items():

@@ -9,7 +9,7 @@ losses, datasets or trainers.
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +32,9 @@ from ..decoding.target_run import capture_before_final_norm
 from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
+
+if TYPE_CHECKING:
+    from .config import CloverTrainingConfig
 
 logger = logging.get_logger(__name__)
 
@@ -161,8 +164,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, target: nn.Module) -> No
     vocabulary, name = tokenizer.get_vocab(), getattr(model.config, "name_or_path", None)
     if gguf_file_of(model) is not None and name == tokenizer.name_or_path:
         return  # transformers may have added a token to the file's that no row is for, and no text brings up
-    rows = model.get_input_embeddings().weight.shape[0]
-    highest = max(vocabulary, key=vocabulary.get)
+    embeddings: Any = model.get_input_embeddings()
+    rows = embeddings.weight.shape[0]
+    highest = max(vocabulary, key=vocabulary.__getitem__)
     if vocabulary[highest] >= rows:
         raise ValueError(
             f"`processing_class` is not the target's tokenizer: it gives {highest!r} the id {vocabulary[highest]}, "
@@ -200,7 +204,8 @@ def loading_whole(args: TrainingArguments) -> Iterator[None]:
     if not is_deepspeed_zero3_enabled():
         yield
         return
-    config = getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.dschf
+    plugin: Any = args.deepspeed_plugin
+    config = getattr(args, "hf_deepspeed_config", None) or plugin.dschf
     unset_hf_deepspeed_config()
     try:
         yield
@@ -208,8 +213,9 @@ def loading_whole(args: TrainingArguments) -> Iterator[None]:
         set_hf_deepspeed_config(config)
 
 
-def load_teacher(name: str, args: TrainingArguments) -> PreTrainedModel:
-    options = {"dtype": "auto", **(args.teacher_model_init_kwargs or {})}
+def load_teacher(name: str, args: "CloverTrainingConfig") -> PreTrainedModel:
+    given: Any = args.teacher_model_init_kwargs or {}  # a text is parsed by now
+    options = {"dtype": "auto", **given}
     with loading_whole(args):
         return load_target(name, **options)
 

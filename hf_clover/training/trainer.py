@@ -8,7 +8,7 @@ this module does not know generation.
 
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -111,9 +111,13 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             As for [`~trl.SFTTrainer`], with all its dataset formats.
     """
 
+    args: CloverTrainingConfig
+    model: nn.Module
+    processing_class: PreTrainedTokenizerBase
+
     _tag_names = ["trl"]
     _name = "Clover"
-    loss_is_scaled_for_ga = True  # `compute_loss` divides by the positions of the whole accumulated batch
+    loss_is_scaled_for_ga = True  # type: ignore[assignment]  # `compute_loss` divides by the positions of the whole accumulated batch
 
     def __init__(
         self,
@@ -143,7 +147,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             logger.warning("`teacher_model_init_kwargs` is ignored, since `teacher_model` is already instantiated.")
         set_seed(args.seed)
         model = make_heads(model, teacher_model, args)
-        self.teacher = Teacher(teacher_model, unwrap(model))
+        self.teacher = Teacher(teacher_model, cast(CloverHeads, unwrap(model)))
         if processing_class is None:
             gguf_file = gguf_file_of(unwrap(teacher_model))
             processing_class = load_tokenizer(
@@ -227,7 +231,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
 
     def _write_down_loss_weights(self) -> None:
         """Those of the arguments become those of the heads' config, so that the heads say how they were trained."""
-        self.heads.config.loss_type = self.args.loss_type
+        self.heads.config.loss_type = cast(str, self.args.loss_type)  # which `follow_recipe` has set
         for name in ("loss_decay", "hidden_loss_weight", "token_loss_weight"):
             if getattr(self.args, name) is not None:
                 setattr(self.heads.config, name, float(getattr(self.args, name)))
@@ -239,7 +243,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         return LossTerms(
             score=self.heads.score,
             vocab_size=config.draft_vocab_size or config.vocab_size,
-            token_loss=args.loss_type,
+            token_loss=cast(str, args.loss_type),
             hidden_weight=config.hidden_loss_weight if has_hidden_term else 0.0,
             token_weight=config.token_loss_weight,
         )
@@ -259,8 +263,9 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        if "hidden_states" not in self._signature_columns:
-            self._signature_columns.append("hidden_states")
+        columns = self._signature_columns
+        if columns is not None and "hidden_states" not in columns:
+            columns.append("hidden_states")
 
     # ------------------------------------------------------------------ training
 
@@ -273,7 +278,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         """As [`~transformers.Trainer.create_scheduler`]: only here the number of steps is known, and Muon's rate."""
         if self.args.muon_learning_rate is None:
             self.args.muon_learning_rate = muon_rate(num_training_steps)
-            getattr(self.optimizer, "optimizer", self.optimizer).set_muon_rate(self.args.muon_learning_rate)
+            own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+            own.set_muon_rate(self.args.muon_learning_rate)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -293,7 +299,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             raise ValueError("`train_dataset` gave no sample that is long enough to learn from.")
         return batches, counts
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]  # `num_items_in_batch` is of each head [K]
         self,
         model: nn.Module,
         inputs: dict[str, torch.Tensor | Any],
@@ -370,7 +376,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         """Of the heads; the frozen target is not counted."""
         return 6 * inputs["input_ids"].numel() * sum(parameter.numel() for parameter in self.heads.parameters())
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # trl gives it these arguments
         self,
         model_name: str | None = None,
         dataset_name: str | None = None,
@@ -385,7 +391,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         repo_id = self.hub_model_id or model_name
         write_card(self.args.output_dir, self.heads, repo_id=repo_id, tags=sorted({*self._tag_names, *given}))
 
-    def push_to_hub(
+    def push_to_hub(  # type: ignore[override]  # None comes of all processes but the first
         self,
         commit_message: str | None = "End of training",
         blocking: bool = True,
@@ -407,7 +413,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         self.create_model_card(**kwargs)
         return push_folder(
             self.args.output_dir,
-            self.hub_model_id,
+            self.hub_model_id,  # type: ignore[arg-type]  # which `init_hf_repo` has set
             private=self.args.hub_private_repo if private is None else private,
             token=token,
             revision=revision or self.args.hub_revision,
