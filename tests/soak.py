@@ -45,6 +45,7 @@ from transformers.generation.streamers import BaseStreamer
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.measure.losslessness import BUG, explain
 
 VOCABULARY = 16
@@ -289,7 +290,7 @@ def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth:
         options |= {"cache_implementation": "static"} if case.cache == "static" else {}
         options |= {"logits_processor": LogitsProcessorList([Pushes()])} if case.own_processor else {}
         options |= {"stopping_criteria": StoppingCriteriaList([SumIsHigh()])} if case.own_criterion else {}
-        options |= {} if kept is None else {"past_key_values": kept}
+        options |= {} if kept is None else {cache_name(): kept}
         planting = nullcontext()
         if heads is not None and with_heads:
             options |= {"assistant_model": heads}

@@ -10,6 +10,7 @@ from transformers import DynamicCache, StoppingCriteriaList
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.support import CloverWarning, _why_no_tree
 
 VOCABULARY, NEW = 32, 30
@@ -119,7 +120,7 @@ def test_chains_in_a_conversation(name, settings):
         inputs = ragged_batch(VOCABULARY, (6, 6))
         cache, said = DynamicCache(config=model.config), [*said, []]
         for turn in range(3):
-            options = {**settings, **(drafts if turn < 2 else {}), "past_key_values": cache}
+            options = {**settings, **(drafts if turn < 2 else {}), cache_name(): cache}
             text = model.generate(**inputs, max_new_tokens=7, **options)
             said[-1].append(text.tolist())
             inputs = {"input_ids": torch.cat((text, text[:, :2] % (VOCABULARY - 1) + 1), dim=1)}
@@ -131,18 +132,18 @@ def test_a_chain_leaves_the_users_cache_alone_when_it_is_interrupted():
     model = build("qwen3_next", "sdpa", vocab_size=VOCABULARY)
     heads, cache = CloverHeads.from_target(model), DynamicCache(config=model.config)
     inputs = ragged_batch(VOCABULARY, (6,))
-    text = model.generate(**inputs, max_new_tokens=4, past_key_values=cache)
+    text = model.generate(**inputs, max_new_tokens=4, **{cache_name(): cache})
 
     def stop(input_ids, scores, **kwargs):
         if input_ids.shape[1] > text.shape[1] + 3:
             raise KeyboardInterrupt
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-    plain = model.generate(text, max_new_tokens=8, past_key_values=copy.deepcopy(cache))
+    plain = model.generate(text, max_new_tokens=8, **{cache_name(): copy.deepcopy(cache)})
     settings = {"assistant_model": heads, "stopping_criteria": StoppingCriteriaList([stop])}
     with pytest.raises(KeyboardInterrupt):
-        model.generate(text, max_new_tokens=8, past_key_values=cache, **settings)
-    assert torch.equal(model.generate(text, max_new_tokens=8, past_key_values=cache), plain)
+        model.generate(text, max_new_tokens=8, **{cache_name(): cache}, **settings)
+    assert torch.equal(model.generate(text, max_new_tokens=8, **{cache_name(): cache}), plain)
 
 
 @pytest.mark.parametrize(("name", "attention"), PLAIN_RUNS)

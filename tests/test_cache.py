@@ -20,6 +20,7 @@ from transformers import (
 
 from hf_clover.decoding import cache as cache_module
 from hf_clover.decoding.cache import BLOCK, TreeCache
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import Tree, chain_of, grow_global
 
@@ -281,7 +282,7 @@ def widened(mask, length):
 
 def run_over(target, mask, cache=None):
     """A run whose prompt is seen through `mask` [B, T], and that goes on from `cache`."""
-    kwargs = dict(attention_mask=mask, position_ids=positions_of(mask), past_key_values=cache, use_cache=True)
+    kwargs = dict(attention_mask=mask, position_ids=positions_of(mask), **{cache_name(): cache}, use_cache=True)
     return TargetRun(target, GenerationConfig(max_length=100, pad_token_id=0), kwargs)
 
 
@@ -294,7 +295,7 @@ def generate(target, ids, mask, new, **kwargs):
 def plain_forward(target, tokens):
     """A forward over one text without padding -> its last logits [V], and all layers' keys and values, whole."""
     cache = DynamicCache()  # without the config no layer forgets what its window does not show
-    logits = target(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+    logits = target(input_ids=torch.tensor([tokens]), **{cache_name(): cache}, use_cache=True).logits
     return logits[0, -1], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
@@ -447,10 +448,12 @@ def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
     with torch.no_grad():
         full_mask = widened(mask, until)
         positions = positions_of(full_mask)
-        target(input_ids=truth[:, :until], attention_mask=full_mask, position_ids=positions, past_key_values=reference)
+        target(
+            input_ids=truth[:, :until], attention_mask=full_mask, position_ids=positions, **{cache_name(): reference}
+        )
     assert_same_cache(cache, reference, mask, until)
     left = truth.shape[1] - until - 1
-    more = generate(target, truth[:, : until + 1], mask, left, past_key_values=cache)
+    more = generate(target, truth[:, : until + 1], mask, left, **{cache_name(): cache})
     assert torch.equal(more.sequences, truth)
 
 
@@ -462,7 +465,7 @@ def test_a_wrong_cache_would_be_noticed(target):
     with run.open(), torch.no_grad():
         run.prefill(ids)
         advance(run, truth.roll(1, dims=0), 20, seed=3)
-    more = generate(target, truth[:, :21], mask, 10, past_key_values=run.hand_back(20))
+    more = generate(target, truth[:, :21], mask, 10, **{cache_name(): run.hand_back(20)})
     assert not torch.equal(more.sequences, truth[:, :31])
 
 
@@ -478,7 +481,7 @@ def test_two_turns_through_the_users_cache(target, kind, shape, turn):
         cache = DynamicCache(config=None if kind == "without config" else target.config)
     said = ids
     if kind != "empty":
-        said = generate(target, ids, mask, turn, past_key_values=cache).sequences
+        said = generate(target, ids, mask, turn, **{cache_name(): cache}).sequences
     question = torch.tensor([[3, 17, 8]]).expand(len(ids), -1) + torch.arange(len(ids))[:, None]
     asked = torch.cat((said, question), dim=1)
     asked_mask = widened(mask, asked.shape[1])
@@ -497,9 +500,9 @@ def test_two_turns_through_the_users_cache(target, kind, shape, turn):
         assert torch.equal(layer.values, values)
     assert run.hand_back(until) is cache
     assert int(cache.get_seq_length()) == until
-    more = generate(target, truth[:, : until + 1], mask, truth.shape[1] - until - 1, past_key_values=cache)
+    more = generate(target, truth[:, : until + 1], mask, truth.shape[1] - until - 1, **{cache_name(): cache})
     assert torch.equal(more.sequences, truth)
-    assert more.past_key_values is cache
+    assert more[cache_name()] is cache
 
 
 def test_a_chain_catches_up(target):
@@ -517,5 +520,5 @@ def test_a_chain_catches_up(target):
         assert torch.equal(logits.argmax(-1), truth.gather(1, starts + 1 + torch.arange(6)))
         run.commit([range(gap) for gap in gaps])
     cache = run.hand_back(width + 6)
-    more = generate(target, truth[:, : width + 7], mask, NEW - 7, past_key_values=cache)
+    more = generate(target, truth[:, : width + 7], mask, NEW - 7, **{cache_name(): cache})
     assert torch.equal(more.sequences, truth)

@@ -12,6 +12,7 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.static_drafting import compiled_drafter
 
 VOCABULARY = 16
@@ -124,10 +125,10 @@ def test_a_second_turn(target, graphs):  # noqa: F811
     common = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 20}
     drafting = {"assistant_model": heads, "return_dict_in_generate": True, "compile_config": graphs.config}
     cache = StaticCache(config=target.config, max_cache_len=128)
-    first = target.generate(ids, **common, **drafting, past_key_values=cache)
+    first = target.generate(ids, **common, **drafting, **{cache_name(): cache})
     target.generate(ids.flip(1), **common, **drafting, cache_implementation="static")
     longer = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
-    second = target.generate(longer, **common, **drafting, past_key_values=cache)
+    second = target.generate(longer, **common, **drafting, **{cache_name(): cache})
     assert torch.equal(second.sequences, target.generate(longer, **common))
     assert first.speculation.accepted_tokens > 0
     assert second.speculation.accepted_tokens > 0

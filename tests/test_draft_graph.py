@@ -19,6 +19,7 @@ from hf_clover import CloverHeads, speculations
 from hf_clover.decoding import draft_graph, drafting, static_drafting, tree
 from hf_clover.decoding.draft_graph import graphed_drafter
 from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.private_api import cache_name
 
 REFUSED = {"_local_scalar_dense", "nonzero", "equal"}
 # The first two make a tensor of the host's numbers, which is a copy that waits.
@@ -198,7 +199,7 @@ def test_a_conversation(target, shape, captures):
         cache, ids, mask = DynamicCache(config=target.config), inputs["input_ids"], inputs["attention_mask"]
         drafts = []
         for is_eager in are_eager:
-            of_turn = {"attention_mask": mask, "past_key_values": cache, "disable_compile": is_eager}
+            of_turn = {"attention_mask": mask, cache_name(): cache, "disable_compile": is_eager}
             out = target.generate(ids, **settings, **of_turn, return_dict_in_generate=True)
             drafts.append((out.speculation.accepted_by_depth, out.speculation.tree_sizes))
             ids = torch.cat((out.sequences, torch.tensor([[7, 2]] * len(shape))), dim=1)

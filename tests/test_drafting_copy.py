@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fitting import fit
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from zoo import build, ragged_batch
 
@@ -14,6 +14,7 @@ from hf_clover import CloverHeads, pack_for_cpu, unpack
 from hf_clover.decoding import drafting_copy as module
 from hf_clover.decoding import heads_run
 from hf_clover.decoding.drafting_copy import drafting_copy
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.record import speculations
 from hf_clover.network import packing
 from hf_clover.network.variants import VARIANTS
@@ -145,7 +146,7 @@ def test_heads_that_are_packed_have_one_too(target):
 
 
 def with_adapter(heads):
-    heads.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), heads)
 
 
 def on_no_device(heads):
@@ -202,8 +203,8 @@ def test_a_conversation_goes_on_with_it(target):
     plain = target.generate(ids, **options)
     assert torch.equal(first.sequences, plain.sequences)
     more = torch.cat((first.sequences, ids), dim=1)
-    second = target.generate(more, **options, assistant_model=heads, past_key_values=first.past_key_values)
-    expected = target.generate(more, **options, past_key_values=plain.past_key_values)
+    second = target.generate(more, **options, assistant_model=heads, **{cache_name(): first[cache_name()]})
+    expected = target.generate(more, **options, **{cache_name(): plain[cache_name()]})
     assert torch.equal(second.sequences, expected.sequences)
 
 

@@ -26,6 +26,7 @@ from hf_clover import CloverHeads
 from hf_clover.decoding.attention import attention_for_trees
 from hf_clover.decoding.budget import make_budget
 from hf_clover.decoding.costs import ON_CPU, cost_by_size
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.target_memory import memory_of
 from hf_clover.decoding.tree import root_only
@@ -371,18 +372,18 @@ def test_breaking_off_a_chain(target, method, error):
     options = {"max_new_tokens": NEW, "num_assistant_tokens": 4, "return_dict_in_generate": True}
     plain = model.generate(**inputs, max_new_tokens=2 * NEW)
     cache = DynamicCache(config=model.config)
-    first = model.generate(**inputs, past_key_values=cache, assistant_model=heads, **options)
+    first = model.generate(**inputs, **{cache_name(): cache}, assistant_model=heads, **options)
     more = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
     assert torch.equal(first.sequences, plain[:, : 7 + NEW])
     before, held = state_of(model), _held(cache)
     breaks = LogitsProcessorList([Breaks(error)])
     with planted(plain, 7 + NEW), pytest.raises(type(error)):
-        model.generate(**more, past_key_values=cache, assistant_model=heads, logits_processor=breaks, **options)
+        model.generate(**more, **{cache_name(): cache}, assistant_model=heads, logits_processor=breaks, **options)
     assert state_of(model) == before
     assert len(held) > 0
     assert all(torch.equal(was, now) for was, now in zip(held, _held(cache), strict=True))
     with planted(plain, 7 + NEW):
-        again = model.generate(**more, past_key_values=cache, assistant_model=heads, **options)
+        again = model.generate(**more, **{cache_name(): cache}, assistant_model=heads, **options)
     assert torch.equal(again.sequences, plain)
     assert again.speculation.method == method
     assert again.speculation.accepted_tokens > 2

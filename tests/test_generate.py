@@ -22,6 +22,7 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads, Speculation
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.support import CloverWarning
 
 VOCABULARY, NEW = 16, 30
@@ -353,7 +354,7 @@ def test_a_conversation_goes_on_from_either_cache(name, who, shape):
                 out = target.generate(
                     input_ids=ids,
                     attention_mask=mask,
-                    past_key_values=cache,
+                    **{cache_name(): cache},
                     max_new_tokens=12,
                     eos_token_id=3,
                     pad_token_id=0,
@@ -362,7 +363,7 @@ def test_a_conversation_goes_on_from_either_cache(name, who, shape):
                 )
             if with_heads:
                 accepted += out.speculation.accepted_tokens
-                assert out.past_key_values is cache, "the user's own cache goes on"
+                assert out[cache_name()] is cache, "the user's own cache goes on"
             assert cache.get_seq_length() == out.sequences.shape[1] - 1
             said.append(out.sequences)
             follow_up = torch.full((batch, 3), turn + 4)
@@ -381,10 +382,10 @@ def test_the_heads_remember_the_conversation(model, trained_heads, shape):
     """In a second turn on one cache the same drafts are accepted as if the whole conversation were one prompt."""
     inputs, cache = ragged_batch(VOCABULARY, SHAPES[shape]), DynamicCache(config=model.config)
     common = {"max_new_tokens": 25, "assistant_model": trained_heads, "return_dict_in_generate": True}
-    first = model.generate(**inputs, past_key_values=cache, **common).sequences
+    first = model.generate(**inputs, **{cache_name(): cache}, **common).sequences
     ids = torch.cat((first, first[:, -4:-1]), dim=1)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, ids.shape[1] - inputs["input_ids"].shape[1]), value=1)
-    on_cache = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, **common)
+    on_cache = model.generate(input_ids=ids, attention_mask=mask, **{cache_name(): cache}, **common)
     as_one = model.generate(input_ids=ids, attention_mask=mask, **common)
     assert torch.equal(on_cache.sequences, as_one.sequences)
     assert on_cache.speculation.accepted_tokens == as_one.speculation.accepted_tokens > 0
@@ -397,7 +398,7 @@ def test_a_static_cache_of_the_users_is_gone_on_with(model, heads):
     def talk(assistant):
         cache, ids, said = StaticCache(config=model.config, max_cache_len=64), inputs["input_ids"], []
         for _ in range(2):
-            ids = model.generate(ids, past_key_values=cache, max_new_tokens=10, **assistant)
+            ids = model.generate(ids, **{cache_name(): cache}, max_new_tokens=10, **assistant)
             said.append(ids)
             ids = torch.cat((ids, ids[:, :2]), dim=1)
         return said
@@ -555,6 +556,6 @@ def test_a_cache_to_be_handed_back_keeps_all_rows(model, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     common = {**inputs, "max_new_tokens": 40, "do_sample": False, "eos_token_id": [5, 9], "pad_token_id": 0}
     out = model.generate(**common, assistant_model=heads, return_dict_in_generate=True)
-    assert out.past_key_values.get_seq_length() == out.sequences.shape[1] - 1
-    assert out.past_key_values.layers[0].keys.shape[0] == 3
+    assert out[cache_name()].get_seq_length() == out.sequences.shape[1] - 1
+    assert out[cache_name()].layers[0].keys.shape[0] == 3
     assert torch.equal(out.sequences, model.generate(**common))

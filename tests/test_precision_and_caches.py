@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.support import CloverWarning, choose_route
 from hf_clover.measure.losslessness import NUMERICS, explain
 
@@ -97,8 +98,8 @@ def test_caches_that_hold_a_tree(name, cache, shape):
     options = {
         "dynamic": {"cache_implementation": "dynamic"},
         "static": {"cache_implementation": "static"},
-        "a dynamic one": {"past_key_values": lambda: DynamicCache(config=config)},
-        "a static one": {"past_key_values": lambda: StaticCache(config=config, max_cache_len=64)},
+        "a dynamic one": {cache_name(): lambda: DynamicCache(config=config)},
+        "a static one": {cache_name(): lambda: StaticCache(config=config, max_cache_len=64)},
     }[cache]
     plain, ours = both(target, ragged_batch(VOCABULARY, SHAPES[shape]), **options)
     assert torch.equal(ours.sequences, plain)
@@ -117,7 +118,7 @@ QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"backend": "f
     ("options", "reason"),
     [
         (QUANTIZED, "a tree cannot be kept in a `QuantizedCache`"),
-        ({"past_key_values": Theirs}, "a tree cannot be kept in a `Theirs`"),
+        ({cache_name(): Theirs}, "a tree cannot be kept in a `Theirs`"),
         ({"use_cache": False}, "`use_cache=False` leaves nothing to draft from"),
     ],
 )
@@ -147,9 +148,9 @@ def test_a_cache_that_the_target_does_not_read():
     target, inputs = build("rwkv", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (5,))
     cache = DynamicCache(config=target.config)
     with pytest.warns(CloverWarning, match="chains are drafted instead"):
-        plain, ours = both(target, inputs, fallback=True, past_key_values=lambda: cache)
+        plain, ours = both(target, inputs, fallback=True, **{cache_name(): lambda: cache})
     assert torch.equal(ours.sequences, plain)
-    assert ours.past_key_values is cache
+    assert ours[cache_name()] is cache
     assert cache.get_seq_length() == 0
     assert ours.speculation.method == "replayed chain"
     assert ours.speculation.accepted_tokens > NEW // 2
@@ -161,5 +162,5 @@ def test_an_offloaded_cache_holds_none(kind):
     target = build("llama", vocab_size=VOCABULARY)
     cache = kind(config=target.config, **({"max_cache_len": 64} if kind is StaticCache else {}))
     cache.offloading = True
-    route = choose_route(target, None, GenerationConfig(), {"past_key_values": cache})
+    route = choose_route(target, None, GenerationConfig(), {cache_name(): cache})
     assert (route.method, route.reason) == ("plain", "a tree cannot be kept in an offloaded cache")

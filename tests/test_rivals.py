@@ -11,6 +11,7 @@ from training.tiny import make_target, make_tokenizer, own_text
 
 from hf_clover import CloverHeads, CloverTrainingConfig
 from hf_clover.decoding import heads_run
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.tree import Tree
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "experiments"))
@@ -109,7 +110,7 @@ def test_one_row_goes_on_from_a_cache(trained):
     drafting = dict(assistant_model=heads, num_assistant_tokens=6)
     with admitted():
         mine = generate(prompt, **drafting)
-        again = generate(longer, past_key_values=mine.past_key_values, **drafting)
+        again = generate(longer, **{cache_name(): mine[cache_name()]}, **drafting)
     assert mine.sequences.tolist() == first.sequences.tolist()
     assert again.sequences.tolist() == plain.sequences.tolist()
     assert mine.speculation.accepted_tokens + again.speculation.accepted_tokens > 3

@@ -20,6 +20,7 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.masks import additive, ancestors_of, plain_mask, visible_columns
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.static_target import MOVES, NODE_COUNTS, StaticTreeCache, lent_cache
 from hf_clover.decoding.target_memory import memory_of
 from hf_clover.decoding.target_run import TargetRun
@@ -82,7 +83,7 @@ def test_the_tokens_of_plain_generate_from_few_graphs(name, graphs):
     before = set(vars(target))
     plain, ours = both(target, heads, inputs, num_assistant_tokens=6, **graphs.options)
     assert torch.equal(ours.sequences, plain)
-    assert isinstance(ours.past_key_values, StaticCache)
+    assert isinstance(ours[cache_name()], StaticCache)
     first = graphs.count
     assert first in (1, 2), "a tree, and a root alone if there was one"
     for seed in (1, 2):
@@ -162,7 +163,7 @@ def test_settings_of_the_target_and_a_cache_of_the_users(graphs):
         ids, mask = said["input_ids"], said["attention_mask"]
         truth = target.generate(**said, max_new_tokens=8, disable_compile=True)
         with planted(truth, ids.shape[1], turn):
-            out = target.generate(**said, max_new_tokens=8, past_key_values=cache, assistant_model=heads)
+            out = target.generate(**said, max_new_tokens=8, **{cache_name(): cache}, assistant_model=heads)
         assert torch.equal(out, truth)
         width = out.shape[1] - ids.shape[1]
         said = {"input_ids": out, "attention_mask": torch.nn.functional.pad(mask, (0, width), value=1)}
@@ -353,7 +354,7 @@ def running(target, inputs, graphs=None):
     config = GenerationConfig(max_length=LONGEST)
     if graphs is not None:
         config.compile_config = graphs.config
-        kwargs["past_key_values"] = StaticCache(config=target.config, max_cache_len=LONGEST)
+        kwargs[cache_name()] = StaticCache(config=target.config, max_cache_len=LONGEST)
     run = TargetRun(target, config, kwargs)
     with run.open(), torch.no_grad():
         run.prefill(inputs["input_ids"], limit=LONGEST)

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from zoo import LLAMA, SLIDING, Case, redraw
 
 from hf_clover import CloverHeads
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.support import CloverWarning
 
 pytestmark = pytest.mark.long("hf_clover/making", "hf_clover/decoding/support.py", "hf_clover/decoding/entry.py")
@@ -143,7 +144,7 @@ def test_a_question_after_an_answer(name):
             given = images if turn == 0 else {}
             given = {k: v for k, v in given.items() if k not in kinds}
             types = {k: torch.nn.functional.pad(images[k], (0, ids.shape[1] - images[k].shape[1])) for k in kinds}
-            options = {"max_new_tokens": 10, "past_key_values": cache, "attention_mask": torch.ones_like(ids)}
+            options = {"max_new_tokens": 10, cache_name(): cache, "attention_mask": torch.ones_like(ids)}
             if truth is None:
                 ids = model.generate(input_ids=ids, **options, **given, **types)
             else:

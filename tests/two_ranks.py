@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop
+from hf_clover.decoding.private_api import cache_name
 
 TEXTS = ("def f(x):", "for x in")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -41,7 +42,7 @@ def said(target: Any, heads: Any, inputs: dict[str, torch.Tensor], seed: int = 3
     stats = getattr(out, "speculation", None)
     return {
         "tokens": out.sequences.tolist(),
-        "cached": out.past_key_values.get_seq_length(),
+        "cached": out[cache_name()].get_seq_length(),
         "accepted": stats.accepted_tokens if stats else 0,
         "sizes": stats.tree_sizes if stats else [],
         "method": stats.method if stats else "plain",
