@@ -448,9 +448,8 @@ def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
     with torch.no_grad():
         full_mask = widened(mask, until)
         positions = positions_of(full_mask)
-        target(
-            input_ids=truth[:, :until], attention_mask=full_mask, position_ids=positions, **{cache_name(): reference}
-        )
+        given = {"attention_mask": full_mask, "position_ids": positions, cache_name(): reference}
+        target(input_ids=truth[:, :until], **given)
     assert_same_cache(cache, reference, mask, until)
     left = truth.shape[1] - until - 1
     more = generate(target, truth[:, : until + 1], mask, left, **{cache_name(): cache})

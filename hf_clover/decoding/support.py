@@ -8,22 +8,18 @@ gets plain generate and a reason, never a wrong token.
 
 import inspect
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ..network.target_parts import device_of
 from .attention import shared_heads
-from .chain import ChainRun
 from .private_api import attention_of, cache_name
 from .state import Text
 from .target_memory import memory_of
-from .target_run import TargetRun, takes_positions
-from .tree import Tree, chain_of
+from .trial import NotANumberError, chain_error, rounding_tolerance, tree_error
 
 TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -113,7 +109,7 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
                 if known[key] is not None and shared_heads(target) > 1:
                     memory.is_never_packed = True
                     known[key] = _measure(target)
-            except _NotANumberError:
+            except NotANumberError:
                 return None  # the walk will say so, and the next call measures again
         return known[key]
 
@@ -156,19 +152,10 @@ def _cache_layers(config: Any) -> list[Any]:
         return [None]
 
 
-# A tree with a fork, a grandchild on either side and one node more than the walk keeps.
-_TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
-_TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
-_TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths go over all nodes
-_WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
-
-
-@torch.no_grad()
 def _measure(target: PreTrainedModel) -> str | None:
-    """Compare a tree's logits with those of its paths: two rows, one left-padded, before and after a commit."""
     try:
-        worst = _tree_error(target)
-    except _NotANumberError:
+        worst = tree_error(target)
+    except NotANumberError:
         raise
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
@@ -177,77 +164,6 @@ def _measure(target: PreTrainedModel) -> str | None:
         by = f"(by {worst:.1e} of their spread)"
         return f"its logits for a trial tree differ from those of plain forwards {by}{drops}"
     return None
-
-
-def rounding_tolerance(target: PreTrainedModel) -> float:
-    """Of the spread of its logits, up to which another way to compute them counts as the same."""
-    if target.dtype in (torch.float32, torch.float64):
-        return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
-    return 0.1
-
-
-def _tree_error(target: PreTrainedModel) -> float:
-    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
-    ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
-    prompts = [ids[:5].tolist(), ids[2:5].tolist()]
-    width = max(map(len, prompts))
-    prompt = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # [2, T]
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
-
-    kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    # One step of plain generate, padding and cache included, is what the first tree's roots must be.
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=prompt, **{cache_name(): cache}, **kwargs)
-    step = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "position_ids": positions[:, -1:] + 1}
-    roots = torch.tensor(tokens, device=device)[:, :1]
-    stepped = target(input_ids=roots, **{cache_name(): cache}, use_cache=True, **step).logits[:, -1]  # [2, V]
-
-    run, errors = TargetRun(target, GenerationConfig(), kwargs), []
-    with run.open():
-        run.prefill(prompt)
-        for turn in range(2):  # the second tree stands on what was kept of the first
-            logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
-            if turn == 0:
-                errors += [_distance(logits[row, 0], stepped[row]) for row in range(2)]
-            for row, text in enumerate(prompts):
-                for path in map(_path_to, _TREE_LEAVES):
-                    errors += _errors(target, logits[row, path], text + [tokens[row][n] for n in path])
-            run.commit(_WALKED)
-            prompts = [text + [tokens[row][n] for n in _WALKED[row]] for row, text in enumerate(prompts)]
-            tokens = [row[1:] + row[:1] for row in tokens]
-    return max(errors)
-
-
-def _trial_tree(tokens: torch.Tensor) -> Tree:
-    parents, depths = (torch.tensor(v, device=tokens.device).expand_as(tokens) for v in (_TREE_PARENTS, _TREE_DEPTHS))
-    ones = torch.ones_like(tokens)
-    return Tree(tokens, parents, depths, torch.zeros_like(ones).float(), ones.bool(), max_depth=max(_TREE_DEPTHS))
-
-
-def _path_to(node: int) -> list[int]:
-    return [0] if node == 0 else [*_path_to(_TREE_PARENTS[node]), node]
-
-
-class _NotANumberError(Exception):
-    """The target's plain logits are NaN, so there is nothing to compare with."""
-
-
-def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> list[float]:
-    """How far `logits` [k, V] are from plain ones of the last k tokens of `text`, against how far those spread."""
-    inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
-    if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
-        inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
-    plain = target(**inputs, use_cache=False).logits[0, -len(logits) :]  # [k, V]
-    return [_distance(*pair) for pair in zip(logits, plain, strict=True)]
-
-
-def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
-    plain = plain.float()
-    if bool(plain.isnan().any()):
-        raise _NotANumberError
-    return float((logits.float().to(plain.device) - plain).pow(2).mean().sqrt() / plain.std().clamp(min=1e-12))
 
 
 # ---------------------------------------------------------------------- chains
@@ -263,51 +179,14 @@ def _why_no_chain(target: PreTrainedModel, route: Route, batch: int, has_cache: 
         known = memory.why_not
         if key not in known:
             try:
-                error = _chain_error(target, route, min(batch, 2), has_cache)
+                error = chain_error(target, route.method == REPLAYED, route.steps, min(batch, 2), has_cache)
                 by = f"(by {error:.1e} of their spread)"
                 is_exact = error <= rounding_tolerance(target) * (CLOSER if route.method == REPLAYED else 1)
                 known[key] = (
                     None if is_exact else f"several tokens in one forward get other logits than one by one {by}"
                 )
-            except _NotANumberError:
+            except NotANumberError:
                 return "its logits are NaN"
             except Exception as error:
                 known[key] = f"a trial chain failed in it ({type(error).__name__}: {error})"
         return known[key]
-
-
-@torch.no_grad()
-def _chain_error(target: PreTrainedModel, route: Route, rows: int, has_cache: bool) -> float:
-    """Chains of which some, none and all is kept, against steps of one token. One row, or two, one left-padded."""
-    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
-    ids = (torch.arange(3, 3 + 40 * 7, 7, device=device) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)
-    prompt, texts = ids[:6].expand(rows, -1).clone(), torch.stack([ids[6 + row :][:30] for row in range(rows)])
-    mask = torch.ones_like(prompt)
-    if rows > 1:
-        prompt[1, :2], mask[1, :2] = 0, 0
-
-    def run(how: tuple[bool, bool], chains: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Logits [B, ., V] along `texts` by chains of (nodes, how many of them are kept)."""
-        kwargs = {"attention_mask": mask, "use_cache": True}
-        if takes_positions(target):
-            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        if has_cache:  # the kind that generate makes; other targets make their own
-            kwargs[cache_name()] = DynamicCache(config=target.config.get_text_config(decoder=True))
-        one, got, place = ChainRun(target, GenerationConfig(), kwargs, *how), [], 0
-        with one.open():
-            one.prefill(prompt, limit=prompt.shape[1] + texts.shape[1])
-            for nodes, kept in chains:
-                tokens = texts[:, place : place + nodes].clone()
-                tokens[:, kept:] = texts[:, :1]  # what is dropped is not what comes
-                got.append(one.verify(chain_of(tokens))[:, :kept])
-                one.commit([range(kept)] * rows)
-                place += kept
-        return torch.cat(got, dim=1)
-
-    chains = run((route.method == REPLAYED, route.steps), _TRIAL_CHAINS)
-    plain = run((True, False), [(1, 1)] * chains.shape[1])
-    pairs = zip(chains.flatten(0, 1), plain.flatten(0, 1), strict=True)
-    return max(_distance(chain, single) for chain, single in pairs)
-
-
-_TRIAL_CHAINS = ((5, 2), (4, 1), (3, 3), (1, 1), (4, 4), (2, 1), (5, 3), (1, 1), (4, 2))  # nodes, how many are kept

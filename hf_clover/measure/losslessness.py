@@ -34,8 +34,8 @@ from transformers import (
 
 from ..decoding.private_api import cache_name
 from ..decoding.record import Speculation, speculations
-from ..decoding.support import rounding_tolerance
 from ..decoding.target_run import takes_positions
+from ..decoding.trial import rounding_tolerance
 from ..network.modeling_clover import CloverHeads
 from .benchmark import batch_of, circumstances
 from .methods import Method, first_difference, with_heads

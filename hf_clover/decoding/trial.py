@@ -1,0 +1,138 @@
+"""Trials of a target: how far its logits for drafts are from those of plain forwards.
+
+Contract: a small tree, or some chains, are verified with the loop's own code, and their logits are compared with those
+of the same tokens run plainly. An error is the root of the mean square of the differences, against how far the plain
+logits spread. Nothing is changed in the target, and no random number is drawn.
+
+Shapes: B rows, T prompt columns, n nodes, k tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from ..network.target_parts import device_of
+from .chain import ChainRun
+from .private_api import cache_name
+from .target_run import TargetRun, takes_positions
+from .tree import Tree, chain_of
+
+# A tree with a fork, a grandchild on either side and one node more than the walk keeps.
+_TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
+_TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
+_TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths go over all nodes
+_WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
+
+
+def rounding_tolerance(target: PreTrainedModel) -> float:
+    """Of the spread of its logits, up to which another way to compute them counts as the same."""
+    if target.dtype in (torch.float32, torch.float64):
+        return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
+    return 0.1
+
+
+@torch.no_grad()
+def tree_error(target: PreTrainedModel) -> float:
+    """A tree against its paths: two rows, one left-padded, before and after a commit."""
+    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
+    ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
+    prompts = [ids[:5].tolist(), ids[2:5].tolist()]
+    width = max(map(len, prompts))
+    prompt = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)  # [2, T]
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
+
+    kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+    # One step of plain generate, padding and cache included, is what the first tree's roots must be.
+    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
+    target(input_ids=prompt, **{cache_name(): cache}, **kwargs)
+    step = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "position_ids": positions[:, -1:] + 1}
+    roots = torch.tensor(tokens, device=device)[:, :1]
+    stepped = target(input_ids=roots, **{cache_name(): cache}, use_cache=True, **step).logits[:, -1]  # [2, V]
+
+    run, errors = TargetRun(target, GenerationConfig(), kwargs), []
+    with run.open():
+        run.prefill(prompt)
+        for turn in range(2):  # the second tree stands on what was kept of the first
+            logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
+            if turn == 0:
+                errors += [_distance(logits[row, 0], stepped[row]) for row in range(2)]
+            for row, text in enumerate(prompts):
+                for path in map(_path_to, _TREE_LEAVES):
+                    errors += _errors(target, logits[row, path], text + [tokens[row][n] for n in path])
+            run.commit(_WALKED)
+            prompts = [text + [tokens[row][n] for n in _WALKED[row]] for row, text in enumerate(prompts)]
+            tokens = [row[1:] + row[:1] for row in tokens]
+    return max(errors)
+
+
+def _trial_tree(tokens: torch.Tensor) -> Tree:
+    parents, depths = (torch.tensor(v, device=tokens.device).expand_as(tokens) for v in (_TREE_PARENTS, _TREE_DEPTHS))
+    ones = torch.ones_like(tokens)
+    return Tree(tokens, parents, depths, torch.zeros_like(ones).float(), ones.bool(), max_depth=max(_TREE_DEPTHS))
+
+
+def _path_to(node: int) -> list[int]:
+    return [0] if node == 0 else [*_path_to(_TREE_PARENTS[node]), node]
+
+
+class NotANumberError(Exception):
+    """The target's plain logits are NaN, so there is nothing to compare with."""
+
+
+def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> list[float]:
+    """How far `logits` [k, V] are from plain ones of the last k tokens of `text`, against how far those spread."""
+    inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
+    if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
+        inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
+    plain = target(**inputs, use_cache=False).logits[0, -len(logits) :]  # [k, V]
+    return [_distance(*pair) for pair in zip(logits, plain, strict=True)]
+
+
+def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
+    plain = plain.float()
+    if bool(plain.isnan().any()):
+        raise NotANumberError
+    return float((logits.float().to(plain.device) - plain).pow(2).mean().sqrt() / plain.std().clamp(min=1e-12))
+
+
+# ---------------------------------------------------------------------- chains
+
+
+@torch.no_grad()
+def chain_error(target: PreTrainedModel, replays: bool, steps: bool, rows: int, has_cache: bool) -> float:
+    """Chains of which some, none and all is kept, against steps of one token. One row, or two, one left-padded."""
+    vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
+    ids = (torch.arange(3, 3 + 40 * 7, 7, device=device) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)
+    prompt, texts = ids[:6].expand(rows, -1).clone(), torch.stack([ids[6 + row :][:30] for row in range(rows)])
+    mask = torch.ones_like(prompt)
+    if rows > 1:
+        prompt[1, :2], mask[1, :2] = 0, 0
+
+    def run(how: tuple[bool, bool], chains: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Logits [B, ., V] along `texts` by chains of (nodes, how many of them are kept)."""
+        kwargs = {"attention_mask": mask, "use_cache": True}
+        if takes_positions(target):
+            kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if has_cache:  # the kind that generate makes; other targets make their own
+            kwargs[cache_name()] = DynamicCache(config=target.config.get_text_config(decoder=True))
+        one, got, place = ChainRun(target, GenerationConfig(), kwargs, *how), [], 0
+        with one.open():
+            one.prefill(prompt, limit=prompt.shape[1] + texts.shape[1])
+            for nodes, kept in chains:
+                tokens = texts[:, place : place + nodes].clone()
+                tokens[:, kept:] = texts[:, :1]  # what is dropped is not what comes
+                got.append(one.verify(chain_of(tokens))[:, :kept])
+                one.commit([range(kept)] * rows)
+                place += kept
+        return torch.cat(got, dim=1)
+
+    chains = run((replays, steps), _TRIAL_CHAINS)
+    plain = run((True, False), [(1, 1)] * chains.shape[1])
+    pairs = zip(chains.flatten(0, 1), plain.flatten(0, 1), strict=True)
+    return max(_distance(chain, single) for chain, single in pairs)
+
+
+_TRIAL_CHAINS = ((5, 2), (4, 1), (3, 3), (1, 1), (4, 4), (2, 1), (5, 3), (1, 1), (4, 2))  # nodes, how many are kept
