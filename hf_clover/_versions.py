@@ -1,16 +1,17 @@
 """Which versions of torch and transformers the package is for.
 
 Contract: `check_versions` looks at what is installed, without importing it, so that `import hf_clover` stays light.
-A version too old is refused at import; a major version newer than any that was tested is warned of, and the hook then
-checks what it relies on by name. The floors are those of setup.cfg, and a test compares the two.
+A version too old is refused at import; one newer than any that was tried is warned of, once, and the import goes on:
+the hook checks what it relies on by name, and a target is tried before its first tree. Floors and caps are those of
+setup.cfg, and a test compares them.
 """
 
 import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-# Package: the first version that will do, and the first major version that nobody has tried.
-SUPPORTED = {"torch": ("2.6", 3), "transformers": ("5.17", 6)}
+# Package: the first version that will do, and the first that nobody has tried.
+SUPPORTED = {"torch": ("2.6", "3"), "transformers": ("5.17", "5.25")}
 
 
 def check_versions() -> None:
@@ -18,19 +19,25 @@ def check_versions() -> None:
         found = installed_version(package)
         if found is None or re.match(r"\d+\.\d+", found) is None:
             continue  # its own import says what is missing
-        wanted = f'"{package}>={oldest},<{untried}"'
         if _release(found) < _release(oldest):
             raise ImportError(
                 f"hf_clover needs {package} {oldest} or later, and {package} {found} is installed: "
-                f"`pip install --upgrade {wanted}`."
+                f"`pip install --upgrade {wanted(package)}`."
             )
-        if _release(found)[0] >= untried:
+        if _release(found) >= _release(untried):
             warnings.warn(
                 f"hf_clover has not been tried with {package} {untried} or later, and {package} {found} is installed. "
-                f"If something breaks, `pip install {wanted}`, or look for a newer hf_clover.",
+                f"`hf-clover env` tries whether drafts are accepted. If something breaks, `pip install "
+                f"{wanted(package)}`, or look for a newer hf_clover.",
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def wanted(package: str) -> str:
+    """For pip, quoted."""
+    oldest, untried = SUPPORTED[package]
+    return f'"{package}>={oldest},<{untried}"'
 
 
 def installed_version(package: str) -> str | None:
@@ -42,6 +49,6 @@ def installed_version(package: str) -> str | None:
 
 
 def _release(text: str) -> tuple[int, int]:
-    """Major and minor version: "2.13.0+cpu" is (2, 13)."""
-    major, minor = re.findall(r"^(\d+)\.(\d+)", text)[0]
-    return int(major), int(minor)
+    """Major and minor version: "2.13.0+cpu" is (2, 13), "3" is (3, 0)."""
+    major, minor = re.findall(r"^(\d+)(?:\.(\d+))?", text)[0]
+    return int(major), int(minor or 0)

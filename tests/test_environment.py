@@ -23,7 +23,7 @@ from hf_clover.measure.environment import PACKAGES, as_text, environment
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def report():
     return environment()
 
@@ -40,6 +40,9 @@ def test_what_it_says_is_so(report):
     assert len(report["devices"]) == torch.cuda.device_count()
     assert report["attention"][:2] == ["eager", "sdpa"]
     assert report["generate"] == {"hook_installed": True, "lacking_in_transformers": None}
+    assert list(report["drafts"]) == ["trees", "chains", "a batch", "a static cache"]
+    for said in report["drafts"].values():
+        assert re.fullmatch(r"yes: \d+ of (48|96) tokens were drafted, and the text is plain generate's", said)
     assert json.loads(json.dumps(report)) == report
 
 

@@ -8,14 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from oracle import planted
 from test_import import run
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LlamaForCausalLM
+from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
 import hf_clover
-from hf_clover import CloverHeads, _versions
-from hf_clover.decoding import hook, private_api
+from hf_clover import CloverHeads, _versions, cli
+from hf_clover.decoding import hook, private_api, support
+from hf_clover.decoding.private_api import cache_name
+from hf_clover.decoding.support import CloverWarning
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY, NEW = 16, 12
@@ -37,14 +41,21 @@ def test_a_version_too_old_is_refused_with_the_way_out(package, found, monkeypat
     )
     with pytest.raises(ImportError, match=re.escape(message).replace(r"\.\*", ".*")):
         _versions.check_versions()
-    assert untried > int(oldest.split(".")[0])
+    assert _versions._release(untried) > _versions._release(oldest)
 
 
-@pytest.mark.parametrize(("package", "found"), [("transformers", "6.0.0.dev0"), ("torch", "3.1.0")])
-def test_a_major_version_nobody_tried_is_warned_of(package, found, monkeypatch):
+@pytest.mark.parametrize(
+    ("package", "found"),
+    [("transformers", "5.25.0.dev0"), ("transformers", "5.103.2"), ("transformers", "6.0.0"), ("torch", "3.1.0")],
+)
+def test_a_version_nobody_tried_is_warned_of(package, found, monkeypatch):
     pretend(monkeypatch, **{package: found})
-    with pytest.warns(UserWarning, match=rf"not been tried with {package} .*{package} {found} is installed"):
+    message = (
+        rf"not been tried with {package} .*{package} {found} is installed.*`hf-clover env`.*`pip install \"{package}>="
+    )
+    with pytest.warns(UserWarning, match=message) as seen:
         _versions.check_versions()
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_a_major_version_nobody_tried_is_warned_of(package, found, monkeypatch):
         {},  # what is installed
         {"transformers": "5.17.0", "torch": "2.6.0+cpu"},
         {"transformers": "5.17.0.dev0", "torch": "2.20.0a0+git1234"},
-        {"transformers": "5.103.2", "torch": "unknown"},
+        {"transformers": "5.24.9", "torch": "unknown"},
     ],
 )
 def test_other_versions_say_nothing(found, monkeypatch):
@@ -91,16 +102,28 @@ print("torch" in sys.modules)
     refused, _, has_torch = run(script.format(found="5.3.0")).splitlines()
     assert refused.startswith("hf_clover needs transformers 5.17 or later, and transformers 5.3.0 is installed")
     warned, has_torch_too = run(script.format(found="6.2.0")).splitlines()
-    assert warned.startswith("hf_clover has not been tried with transformers 6 or later")
+    assert warned.startswith("hf_clover has not been tried with transformers 5.25 or later")
     assert (has_torch, has_torch_too) == ("False", "False")
 
 
-def test_the_floors_are_those_of_the_package():
+def test_floors_and_caps_are_those_of_the_package():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     required = setup["options"]["install_requires"].split()
-    assert {"torch>=2.6", "transformers>=5.17,<6"} <= set(required)
-    assert _versions.SUPPORTED == {"torch": ("2.6", 3), "transformers": ("5.17", 6)}
+    assert {_versions.wanted(package).strip('"') for package in _versions.SUPPORTED} <= set(required)
+    assert {*_versions.SUPPORTED} == {"torch", "transformers"}
+
+
+def test_the_exact_set_is_within_the_caps():
+    """Of each package that setup.cfg caps, what the tests run with is what its cap lets in, up to the last release."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    named = setup["options"]["install_requires"] + setup["options.extras_require"]["train"]
+    caps = re.findall(r"^([\w-]+)>=([\d.]+),<([\d.]+)$", named, flags=re.MULTILINE)
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    assert len(caps) >= 8
+    for package, floor, cap in caps:
+        assert _versions._release(floor) <= _versions._release(pins[package]) < _versions._release(cap), package
 
 
 def test_the_oldest_set_is_at_the_floors():
@@ -170,6 +193,80 @@ def test_without_a_name_other_calls_are_transformers_own(lost, target):
     assert torch.equal(target.generate(ids, max_new_tokens=NEW, assistant_model=target), plain)
     hf_clover.uninstall_hook()
     assert not GenerationMixin.generate.__code__.co_filename.endswith("hook.py")
+
+
+# ---------------------------------------------------------------------- a version that decoding does not understand
+
+
+@pytest.fixture
+def renamed(monkeypatch):
+    """A transformers whose Llama calls its cache by a name that nobody has heard of."""
+    theirs = LlamaForCausalLM.forward
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, key_store=None, **kwargs):
+        return theirs(self, input_ids, attention_mask, position_ids, key_store, **kwargs)
+
+    def prepare(self, *args, **kwargs):
+        prepared = theirs_prepare(self, *args, **kwargs)
+        prepared["key_store"] = prepared.pop(cache_name(), None)
+        return prepared
+
+    theirs_prepare = LlamaForCausalLM.prepare_inputs_for_generation
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", prepare)
+    support.why_not_understood.cache_clear()
+    yield
+    support.why_not_understood.cache_clear()
+
+
+MISUNDERSTOOD = (
+    rf"transformers {re.escape(transformers.__version__)} is not understood: any Llama should give a tree the logits "
+    r'of its paths.*Install "transformers>=5\.17,<5\.\d+"'
+)
+
+
+def test_a_version_that_is_not_understood_is_blamed_itself(renamed):
+    """And not the target, whose text is plain generate's all the same."""
+    target = build("llama", vocab_size=VOCABULARY)
+    ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
+    plain = target.generate(ids, max_new_tokens=NEW)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        out = target.generate(ids, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
+    said = [str(one.message) for one in seen if issubclass(one.category, CloverWarning)]
+    assert len(said) == 1
+    assert re.match(
+        rf"hf_clover: {MISUNDERSTOOD}.*Until then (plain `generate` is used|chains are drafted)\.", said[0]
+    )
+    assert "LlamaForCausalLM" not in said[0]
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.method != "tree"
+    assert re.match(MISUNDERSTOOD, out.speculation.reason)
+
+
+def test_env_says_so_and_exits_with_1(renamed):
+    printed = CliRunner().invoke(cli.app, ["env"])
+    assert printed.exit_code == 1
+    for where in ("trees", "a batch", "a static cache"):
+        assert re.search(rf"^- drafts in {where}: no: \S.*{MISUNDERSTOOD}", printed.stdout, re.MULTILINE)
+    assert re.search(r"^- drafts in chains: yes", printed.stdout, re.MULTILINE)
+
+
+def test_a_target_of_its_own_kind_is_blamed_itself(target, monkeypatch):
+    """Where a made-up Llama verifies trees, the reason is the target's, and names it."""
+    theirs = type(target).forward
+    Odd = type("Odd", (type(target),), {"forward": lambda self, *a, **k: theirs(self, *a, **k)})
+    target.__class__ = Odd
+    ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
+    with pytest.warns(CloverWarning, match=r"`Odd` cannot verify .*takes no `(cache|past_key_values)`"):
+        target.generate(ids, max_new_tokens=NEW, assistant_model=heads)
+
+
+def test_the_trial_of_a_version_leaves_random_numbers_alone():
+    support.why_not_understood.cache_clear()
+    before = torch.get_rng_state()
+    assert support.why_not_understood() is None
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_nothing_is_lost_here():

@@ -121,13 +121,13 @@ def generate_with(
     if lacking is None:
         route = choose_route(model, text, generation_config, model_kwargs)
     else:
-        route = Route(PLAIN, f"transformers has {lacking}")
+        route = Route(PLAIN, f"transformers has {lacking}", is_understood=False)
     options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
     if route.method == PLAIN:
-        warn(f"`{type(model).__name__}` cannot verify drafts here ({route.reason}); plain generate is used instead")
+        warn(route.complaint(model))
         return with_plain_record(generate_plainly(model, *arguments, **options), input_ids.shape[1], route.reason)
     if route.method != TREE:
-        warn(f"`{type(model).__name__}` cannot verify a tree ({route.reason}); chains are drafted instead")
+        warn(route.complaint(model))
         text = Text.start(*arguments, streamer, all_as_one=True)
     return speculate(
         *(model, heads, input_ids, text, model_kwargs, num_assistant_tokens),

@@ -3,23 +3,26 @@
 Contract: `choose_route` says "tree", "chain", "replayed chain" (chain.py) or "plain", and why. What a config tells is
 read; what it does not tell is *measured* once per target: a small tree, or some chains, are verified with the loop's
 own code and their logits are compared with those of the same tokens run plainly. So an architecture nobody thought of
-gets plain generate and a reason, never a wrong token.
+gets plain generate and a reason, never a wrong token. Where a made-up Llama cannot verify a tree either, the reason
+is the version of transformers and not the target.
 """
 
+import functools
 import inspect
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
+from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
 from .attention import shared_heads
 from .private_api import attention_of, cache_name
 from .state import Text
 from .target_memory import memory_of
-from .trial import NotANumberError, chain_error, rounding_tolerance, tree_error
+from .trial import NotANumberError, chain_error, made_up_llama, rounding_tolerance, tree_error
 
 TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -40,6 +43,15 @@ class Route:
     method: str  # "tree", "chain", "replayed chain" or "plain"
     reason: str | None = None
     steps: bool = False  # recurrent layers take the tokens of a forward one by one
+    is_understood: bool = True  # False: `reason` tells of this version of transformers, not of the target
+
+    def complaint(self, target: PreTrainedModel) -> str:
+        """For a warning: what is done another way than asked, and why."""
+        instead = "plain `generate` is used" if self.method == PLAIN else "chains are drafted"
+        if not self.is_understood:
+            return f"{self.reason}. Until then {instead}"
+        drafts = "drafts here" if self.method == PLAIN else "a tree"
+        return f"`{type(target).__name__}` cannot verify {drafts} ({self.reason}); {instead} instead"
 
 
 AS_TREES = Route(TREE)
@@ -63,17 +75,41 @@ def choose_route(
     reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route(TREE)
-    if kind is StaticCache:  # where some of these, GPT-Neo for one, make another text than in one that grows
+    route = _without_trees(target, len(text.finished), cache, reason)
+    misunderstood = why_not_understood()
+    return route if misunderstood is None else replace(route, reason=misunderstood, is_understood=False)
+
+
+def _without_trees(target: PreTrainedModel, batch: int, cache: Cache | None, reason: str) -> Route:
+    """A chain in the first way that is exact, else plain. `reason`: why no tree."""
+    if type(cache) is StaticCache:  # where some of these, GPT-Neo for one, make another text than in one that grows
         return Route(PLAIN, f"{reason}, and chains are drafted in a cache that grows, `generate`'s default, alone")
     for route in (
         Route(CHAIN, reason),
         Route(REPLAYED, reason),
         Route(REPLAYED, f"{reason}, and its recurrent layers take tokens one by one", steps=True),
     ):
-        why_not = _why_no_chain(target, route, len(text.finished), cache is not None)
+        why_not = _why_no_chain(target, route, batch, cache is not None)
         if why_not is None:
             return route
     return Route(PLAIN, f"{reason}; {why_not}")
+
+
+@functools.cache
+def why_not_understood() -> str | None:
+    """None where a made-up Llama verifies a tree here, as it does in every version that hf_clover supports. Asked only
+    where a target did not, and once a process: it takes half a second."""
+    try:
+        found = _why_no_tree(made_up_llama())
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if found is None:
+        return None
+    return (
+        f"transformers {installed_version('transformers')} is not understood: any Llama should give a tree the logits "
+        f"of its paths, and of a made-up one this was found: {found}. Install {wanted('transformers')}, or look for a "
+        "newer hf_clover"
+    )
 
 
 # ---------------------------------------------------------------------- trees

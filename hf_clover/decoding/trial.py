@@ -10,13 +10,59 @@ Shapes: B rows, T prompt columns, n nodes, k tokens, V vocabulary.
 from collections.abc import Sequence
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ..network.target_parts import device_of
 from .chain import ChainRun
 from .private_api import cache_name
 from .target_run import TargetRun, takes_positions
 from .tree import Tree, chain_of
+
+
+def made_up_llama() -> PreTrainedModel:
+    """It verifies trees wherever this package works."""
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+    return _made_up(LlamaForCausalLM, config)
+
+
+def made_up_bloom() -> PreTrainedModel:
+    """Its positions are cache slots, so it verifies chains alone. Its final norm makes one token likely everywhere, so
+    heads that use that norm guess right without training."""
+    config = BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, eos_token_id=None)
+    target = _made_up(BloomForCausalLM, config)
+    likely = target.get_input_embeddings().weight[7]  # [d]
+    target.transformer.ln_f.bias.data = 8 * likely.detach() / likely.detach().norm()
+    return target
+
+
+def _made_up(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """In float32 on the CPU, with weights from a generator of its own: the caller's random numbers stay."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        target = kind(config).float().eval()
+    for weight in target.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.3, generator=generator)
+    return target
+
 
 # A tree with a fork, a grandchild on either side and one node more than the walk keeps.
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)

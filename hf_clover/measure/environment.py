@@ -40,6 +40,7 @@ def environment() -> dict[str, Any]:
         "devices": _devices(),
         "attention": _attention(),
         "generate": _generate(),
+        "drafts": _drafts(),
     }
 
 
@@ -49,6 +50,8 @@ def as_text(report: dict[str, Any]) -> str:
     for name, value in report.items():
         if name == "packages":
             lines |= {package: version or "not installed" for package, version in value.items()}
+        elif name == "drafts":
+            lines |= {f"drafts in {where}": said for where, said in value.items()}
         else:
             lines[name.replace("_build", " build")] = value
     return "\n".join(f"- {name}: {_said(value)}" for name, value in lines.items())
@@ -126,3 +129,10 @@ def _generate() -> dict[str, Any]:
     from ..decoding.private_api import why_unavailable
 
     return {"hook_installed": is_installed(), "lacking_in_transformers": why_unavailable()}
+
+
+def _drafts() -> dict[str, str]:
+    """Whether they are accepted here, tried on made-up targets."""
+    from .acceptance import tried
+
+    return tried()

@@ -157,7 +157,9 @@ def report_of(result: Mapping[str, Any]) -> Iterator[str]:
     setting = f"{result['target']}, {result['dtype']} on {result['device']}"
     yield f"{setting}, {result['num_prompts']} {result['prompts']} prompts: {result['verdict']}"
     if not any(row["accepted_tokens"] for row in result["rows"]):
-        yield "No draft was accepted, so nothing was put to the test: train the heads, or let them write more tokens."
+        undrafted = next((row["reason"] for row in result["rows"] if row["method"] == "plain"), None)
+        way_out = "train the heads, or let them write more tokens" if undrafted is None else undrafted
+        yield f"No draft was accepted, so nothing was put to the test: {way_out}."
 
 
 # ---------------------------------------------------------------------- one difference

@@ -1,0 +1,74 @@
+"""Whether drafts are accepted here, tried on made-up targets: the end of `hf-clover env`.
+
+Contract: `tried` takes about a second, needs no files, leaves the caller's random numbers as they are, and raises
+nothing: what fails is said in its line. Drafts are copies of plain generate's text or, in chains, one likely token, so
+most of them should be accepted.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..decoding.copying import TextMemory
+from ..decoding.trial import made_up_bloom, made_up_llama
+from ..network.modeling_clover import CloverHeads
+
+NEW_TOKENS = 48
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 9, 8, 7, 6, 5]]  # the second is padded
+
+
+def tried() -> dict[str, str]:
+    """What became of trees, chains, a batch and a static cache; "yes" begins a line where drafts were accepted."""
+    with _one_thread(), torch.random.fork_rng(devices=[]):
+        llama = made_up_llama()
+        return {
+            "trees": _said(llama, "tree"),
+            "chains": _said(made_up_bloom(), "chain"),
+            "a batch": _said(llama, "tree", rows=2),
+            "a static cache": _said(llama, "tree", cache_implementation="static"),
+        }
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """On a busy machine several threads wait for each other longer than these small products take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _said(target: PreTrainedModel, method: str, rows: int = 1, **options: Any) -> str:
+    try:
+        ids = torch.tensor(PROMPTS[:rows])
+        call = {"attention_mask": (ids != 0).long(), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+        plain = target.generate(ids, **call)  # type: ignore[operator]
+        # Untrained heads of this kind repeat the target's own guess.
+        heads = CloverHeads.from_target(target, variant="medusa", draft_copies=10)
+        heads.text_memory = TextMemory(plain.numel())
+        for text in plain.tolist():
+            heads.text_memory.add(text)
+        drafting = {"assistant_model": heads, "num_assistant_tokens": 8, "return_dict_in_generate": True}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say is in the record
+            out = target.generate(ids, **call, **drafting, **options)  # type: ignore[operator]
+    except Exception as error:
+        return f"no: {type(error).__name__}: {error}"
+    record = out.speculation
+    if not torch.equal(out.sequences, plain):
+        return f"no: another text than plain generate's ({record.method})"
+    if record.method != method:
+        return f"no: {record.method}, since {record.reason}"
+    drafted = f"{record.accepted_tokens} of {record.new_tokens} tokens were drafted"
+    if 2 * record.accepted_tokens < record.new_tokens:
+        return f"no: {drafted}, and more than half should be"
+    return f"yes: {drafted}, and the text is plain generate's"
+
+
+__all__ = ["tried"]
