@@ -85,6 +85,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots1": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2),
     "dots3_note": dict(text_config=DOTS3),
     "dots3_note_text": DOTS3,
+    "dory": dict(n_input_layers=1, n_recurrent_layers=1, n_output_layers=1),
     "gemma3n_text": GEMMA3N,
     "granitemoehybrid": RECURRENT,
     "hrm_text": dict(num_hidden_layers=1, num_layers_per_stack=None, L_cycles=2),

@@ -26,8 +26,10 @@ class TokenText:
     What comes out, put together, is what the whole decodes to.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", context: Sequence[int] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", context: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self._before, self._pending = list(context[-_CONTEXT:]), list[int]()
         self._known = self._decode(self._before)
 
@@ -48,7 +50,7 @@ class TokenText:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)  # type: ignore[return-value]
+        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)  # type: ignore[return-value]
 
 
 class LiveStreamer(StepRecord):

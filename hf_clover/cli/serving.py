@@ -22,12 +22,26 @@ def serve(
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     pack: Pack = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HF_CLOVER_API_KEY",
+            help="Ask for this key on every route but /health. The variable, unlike the option, shows in no list of "
+            "processes.",
+            show_default=False,
+        ),
+    ] = None,
+    allow_chat_templates: Annotated[
+        bool,
+        typer.Option("--allow-chat-templates", help="Render templates that clients send, which are programs."),
+    ] = False,
     continuous_batching: Annotated[bool, typer.Option("--continuous-batching", hidden=True)] = False,
 ) -> None:
-    """Serve a target over HTTP as `transformers serve` does, with heads in every request.
+    """Serve a target over HTTP to programs that speak OpenAI's interface, with heads in every request.
 
     Chat and text completions and responses, streamed or not, one request after the other. Clients name the model as
-    --target does ("stand-in" without it). Needs the extra `serve`.
+    --target does ("stand-in" without it). Needs the extra `serve`. docs/cli.md says what is refused, bounded and
+    cancelled, and what belongs in front of a server in the open.
 
     Move to an engine with continuous batching, such as vLLM, once more requests wait on average than a forward gives
     tokens (`GET /speculation` counts them); examples/scaling/README.md says why, and docs/vllm.md how.
@@ -47,4 +61,11 @@ def serve(
     if num_assistant_tokens is not None:
         assistant.generation_config.num_assistant_tokens = num_assistant_tokens
     remember_texts(assistant, remember)
-    run(model, tokenizer, assistant, target or "stand-in", host, port)
+    if api_key is None and host not in ("localhost", "127.0.0.1", "::1"):
+        typer.secho(
+            f"Listening at {host} without a key: whoever reaches it is answered. See `--api-key`.",
+            err=True,
+            fg="yellow",
+        )
+    name = target or "stand-in"
+    run(model, tokenizer, assistant, name, host, port, api_key=api_key, allow_chat_templates=allow_chat_templates)

@@ -3,12 +3,11 @@ and the public names that their versions spell differently.
 
 Contract: `why_unavailable` checks, before a call of `generate` relies on them, the names of transformers that decoding
 cannot do without, with the parameters that are passed to them. What is merely good to have has a default here. What
-training or serving cannot do without is checked where they are imported, by `require`. Other modules use no private
+training cannot do without is checked where it is imported, by `require`. Other modules use no private
 name of another library.
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -153,12 +152,11 @@ def may_vary(tensor: torch.Tensor, dim: int) -> None:
 # ---------------------------------------------------------------------- transformers serve
 
 
-def serving_part(module: str, name: str) -> Any:
-    """A part of `transformers serve`, into which one target with its heads is put."""
+def response_parser(tokenizer: Any, target: "PreTrainedModel", prompt: list[int], tools: Any) -> Any:
+    """What tells reasoning and calls of tools from text in this model's answers; None where nothing is known of it, or
+    this version of transformers has no such thing."""
     try:
-        return getattr(importlib.import_module(f"transformers.cli.serving.{module}"), name)
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"`transformers serve` has no `{name}` here ({error}): install a version of transformers that hf_clover "
-            "supports, with what serving needs: `pip install 'hf-clover[serve]'`."
-        ) from error
+        from transformers.cli.serving.utils import build_response_parser
+    except (ImportError, NameError):
+        return None
+    return build_response_parser(tokenizer, target, prompt, tools=tools)

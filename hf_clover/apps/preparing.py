@@ -1,0 +1,188 @@
+"""Requests become tokens in a process of its own, which is ended when it takes too long.
+
+Contract: `Preparer.prepare` gives what a request asks for and its prompt's tokens, or raises `Refused`. All that a
+client can make large or slow happens in that process: its JSON, its chat template, tokenising. So a request costs no
+more than `SECONDS` of one core and `MOST_MEMORY`, one request at a time, and the server answers others meanwhile.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from typing import TYPE_CHECKING, BinaryIO
+
+from .asked import TEXT_FIELD, Asked, Refused, Rules, refuse_long, understand
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 10.0  # for one request
+SECONDS_TO_START = 120.0
+MOST_MEMORY = 1 << 30  # bytes on top of what the process has once it has started
+_START = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from hf_clover.apps.preparing import work
+work()
+"""
+
+
+class Preparer:
+    """`tokenizer` and `rules` go to the process as they are now."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", rules: Rules) -> None:
+        self._kit = pickle.dumps(sys.path) + pickle.dumps((tokenizer, rules))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="preparing")
+
+    def start(self) -> Future:
+        return self._thread.submit(self._started)
+
+    def prepare(self, route: str, body: bytes) -> Future:
+        """Of an `Asked` and its tokens. They are prepared one after the other."""
+        return self._thread.submit(self._prepare, route, body)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            words = [sys.executable, "-c", _START]
+            environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=-1
+            )
+            if self._exchange(self._process, self._kit, SECONDS_TO_START) != b"ready\n":
+                self._process = None
+                raise RuntimeError("the process that tokenises does not start: its error stands above.")
+        return self._process
+
+    def _prepare(self, route: str, body: bytes) -> tuple[Asked, list[int]]:
+        process = self._started()
+        head = json.dumps({"route": route, "bytes": len(body)}).encode() + b"\n"
+        answer = self._exchange(process, head + body, SECONDS)
+        if not answer.endswith(b"\n"):
+            self._process = None
+            raise Refused(
+                f"`{TEXT_FIELD[route]}`: to render and tokenise the request takes more than {SECONDS:g} s, or more "
+                "memory than there is: shorten it.",
+                TEXT_FIELD[route],
+            )
+        said = json.loads(answer)
+        if "refused" in said:
+            raise Refused(**said["refused"])
+        return Asked(**said["asked"]), said["tokens"]
+
+    def _exchange(self, process: "subprocess.Popen[bytes]", sent: bytes, seconds: float) -> bytes:
+        """What it answers, a line; less than a line where it has ended, or was ended when the time was over."""
+        timer = threading.Timer(seconds, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(sent)
+                process.stdin.flush()
+            answer = process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not answer.endswith(b"\n"):
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        return answer
+
+
+# ---------------------------------------------------------------------- in the process
+
+
+def work() -> None:
+    """Until the server's end of the pipe is closed."""
+    import signal
+
+    from transformers.utils import logging
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's affair
+    asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else prints, prints to stderr
+    logging.set_verbosity_error()
+    tokenizer, rules = pickle.load(asks)
+    limit_memory()
+    _say(answers, b"ready")
+    while head := asks.readline():
+        request = json.loads(head)
+        _say(answers, answer(tokenizer, rules, request["route"], asks.read(request["bytes"])))
+
+
+def _say(answers: BinaryIO, line: bytes) -> None:
+    answers.write(line + b"\n")
+    answers.flush()
+
+
+def answer(tokenizer: "PreTrainedTokenizerBase", rules: Rules, route: str, body: bytes) -> bytes:
+    try:
+        asked = understand(body, route, rules)
+        tokens = tokens_of(tokenizer, rules, asked, TEXT_FIELD[route])
+        asked.text = asked.messages = None
+        asked.template = {}
+        return json.dumps({"asked": asdict(asked), "tokens": tokens}).encode()
+    except Refused as error:
+        refusal = vars(error)
+    except Exception as error:  # of data that no check has thought of
+        reason = f"`{TEXT_FIELD[route]}` cannot be rendered and tokenised ({type(error).__name__}: {str(error)[:200]})"
+        refusal = {"message": f"{reason}: change it.", "param": TEXT_FIELD[route]}
+    return json.dumps({"refused": refusal}).encode()
+
+
+def tokens_of(tokenizer: "PreTrainedTokenizerBase", rules: Rules, asked: Asked, name: str) -> list[int]:
+    text = _rendered(tokenizer, asked, name) if asked.is_chat else asked.text
+    refuse_long(text, name, rules)
+    tokens = tokenizer(text, add_special_tokens=not asked.is_chat)["input_ids"]
+    if not tokens:
+        raise Refused(f"`{name}`: the prompt is empty: it needs at least one token.", name)
+    if rules.positions is not None and len(tokens) >= rules.positions:
+        raise Refused(
+            f"`{name}`: the prompt has {len(tokens)} tokens, and the model is made for {rules.positions}: shorten it.",
+            name,
+            code="context_length_exceeded",
+        )
+    return tokens
+
+
+def _rendered(tokenizer: "PreTrainedTokenizerBase", asked: Asked, name: str) -> str:
+    if tokenizer.chat_template is None and "chat_template" not in asked.template:
+        raise Refused(f"`{name}`: the model has no chat template: send a `prompt` to /v1/completions.", name)
+    try:
+        return tokenizer.apply_chat_template(
+            asked.messages, tools=asked.tools, add_generation_prompt=True, tokenize=False, **asked.template
+        )
+    except Exception as error:
+        raise Refused(
+            f"`{name}`: the chat template cannot render them ({type(error).__name__}: {str(error)[:200]}): change "
+            "roles, contents, `tools` or `chat_template_kwargs`.",
+            name,
+        ) from error
+
+
+def limit_memory() -> None:
+    """On Linux; elsewhere the time is limited alone."""
+    try:
+        import resource
+
+        with open("/proc/self/statm") as sizes:
+            used = int(sizes.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MOST_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    except (ImportError, OSError, ValueError):
+        pass
+
+
+__all__ = ["Preparer"]

@@ -1,0 +1,55 @@
+"""A slice of `soak_server.py`, and that it can fail."""
+
+import json
+
+import pytest
+import soak_server
+from soak_server import Attack, draw, judge
+
+pytestmark = pytest.mark.long("hf_clover/apps", "tests/soak_server.py")
+
+JSON, STREAM = "application/json", "text/event-stream"
+
+
+def test_a_slice(request):
+    """`python tests/soak_server.py` runs for longer."""
+    found = soak_server.soak(iter(range(90_000, 91_000)), count=300 if request.config.option.all else 60)
+    assert found.faults == []
+    assert found.tried["seeded"] > 5
+    assert found.said["accepted_tokens"] > 50, "a test that accepts nothing proves nothing"
+    assert found.said["/health answers"] > 5
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "content", "fault"),
+    [
+        (500, JSON, b"{}", "status 500"),
+        (200, JSON, b"{}", "no answer"),
+        (200, JSON, b"oops", "no JSON"),
+        (400, JSON, b'{"detail": [{"input": "all of it"}]}', "no error object"),
+        (
+            400,
+            JSON,
+            json.dumps({"error": dict.fromkeys(("message", "type", "param", "code"), "x" * 999)}),
+            "bytes: 400",
+        ),
+        (200, JSON, b'{"choices": [{"text": "b"}]}', "the seeded text 'b' instead of 'a'"),
+        (200, STREAM, b'data: {"choices": [{"text": "b"}]}\n\ndata: [DONE]\n\n', "the seeded text 'b' instead of 'a'"),
+        (200, STREAM, b'data: {"choices": [{"text": "a"}]}\n\n', "a stream that does not end"),
+        (200, STREAM, b'data: {"error": {}}\n\n', "an error in a stream"),
+    ],
+)
+def test_a_fault_is_found(status, kind, content, fault):
+    content = content if isinstance(content, bytes) else content.encode()
+    assert fault in judge(Attack(0, "seeded", wanted="x"), status, kind, content, {"x": "a"})
+
+
+def test_a_right_answer_is_none():
+    attack, texts = Attack(0, "seeded", wanted="x"), {"x": "a"}
+    assert judge(attack, 200, JSON, b'{"choices": [{"text": "a"}]}', texts) is None
+    assert judge(attack, 200, STREAM, b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n', texts) is None
+
+
+def test_an_attack_is_its_number():
+    assert [draw(seed) for seed in range(200)] == [draw(seed) for seed in range(200)]
+    assert {draw(seed).kind for seed in range(500)} == {*soak_server.WEIGHTS}
