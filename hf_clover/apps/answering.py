@@ -146,7 +146,7 @@ class Line:
     def _run(self, job: Job) -> None:
         try:
             job.check()
-            ended = self._generate(job)
+            ended: Ended | Failed = self._generate(job)
         except Cancelled:
             self.served.cancelled += 1
             ended = Failed(None)
@@ -164,7 +164,7 @@ class Line:
         torch.seed() if job.asked.seed is None else torch.manual_seed(job.asked.seed)
         criteria = [StopTexts(self.tokenizer, job.asked.stops, len(job.tokens))] if job.asked.stops else []
         with speculations() as records:
-            self.target.generate(
+            self.target.generate(  # type: ignore[operator]
                 input_ids=prompt,
                 attention_mask=torch.ones_like(prompt),
                 generation_config=job.config,
@@ -230,7 +230,8 @@ class Writer:
         if self.job.asked.stream:
             self._say(self._text.flush())
         else:
-            self._say(self.tokenizer.decode(self.tokens, skip_special_tokens=self.parser is None))
+            text = self.tokenizer.decode(self.tokens, skip_special_tokens=self.parser is None)
+            self._say(text)  # type: ignore[arg-type]  # of one row
         if self.parser is not None:
             with suppress(ValueError, RuntimeError):  # the text ends in the middle of a call
                 self.job.say(*_told(self.parser.finalize()[1]))

@@ -14,7 +14,7 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO, cast
 
 from .asked import TEXT_FIELD, Asked, Refused, Rules, refuse_long, understand
 
@@ -83,22 +83,23 @@ class Preparer:
 
     def _exchange(self, process: "subprocess.Popen[bytes]", sent: bytes, seconds: float) -> bytes:
         """What it answers, a line; less than a line where it has ended, or was ended when the time was over."""
+        asks, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)  # both are pipes
         timer = threading.Timer(seconds, process.kill)
         timer.daemon = True
         timer.start()
         try:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(sent)
-                process.stdin.flush()
-            answer = process.stdout.readline()
+                asks.write(sent)
+                asks.flush()
+            answer = answers.readline()
         finally:
             timer.cancel()
         if not answer.endswith(b"\n"):
             process.kill()
             process.wait()
-            process.stdout.close()
+            answers.close()
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+                asks.close()
         return answer
 
 
@@ -144,7 +145,7 @@ def answer(tokenizer: "PreTrainedTokenizerBase", rules: Rules, route: str, body:
 
 
 def tokens_of(tokenizer: "PreTrainedTokenizerBase", rules: Rules, asked: Asked, name: str) -> list[int]:
-    text = _rendered(tokenizer, asked, name) if asked.is_chat else asked.text
+    text = _rendered(tokenizer, asked, name) if asked.is_chat else asked.text or ""
     refuse_long(text, name, rules)
     tokens = tokenizer(text, add_special_tokens=not asked.is_chat)["input_ids"]
     if not tokens:
@@ -162,8 +163,12 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", asked: Asked, name: str) -> 
     if tokenizer.chat_template is None and "chat_template" not in asked.template:
         raise Refused(f"`{name}`: the model has no chat template: send a `prompt` to /v1/completions.", name)
     try:
-        return tokenizer.apply_chat_template(
-            asked.messages, tools=asked.tools, add_generation_prompt=True, tokenize=False, **asked.template
+        return tokenizer.apply_chat_template(  # type: ignore[return-value]  # without `tokenize` a text
+            asked.messages or [],
+            tools=asked.tools,  # type: ignore[arg-type]
+            add_generation_prompt=True,
+            tokenize=False,
+            **asked.template,
         )
     except Exception as error:
         raise Refused(

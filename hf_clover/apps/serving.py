@@ -14,10 +14,10 @@ import importlib.util
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from ..decoding.entry import refuse_what_cannot_work
+from ..decoding.entry import refuse_encoder_decoders, refuse_what_cannot_work
 from .answering import Ended, Failed, Job, Line
 from .asked import CHAT, COMPLETIONS, MOST_BYTES, RESPONSES, Refused, Rules
 from .preparing import Preparer
@@ -75,14 +75,15 @@ def make_app(
             "`api_key` must be one or more printable ASCII characters without spaces: `--api-key` or "
             "HF_CLOVER_API_KEY has others, or is empty."
         )
-    refuse_what_cannot_work(target, target.generation_config)
+    refuse_encoder_decoders(target)
+    refuse_what_cannot_work(target.generation_config)
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, Response
     from starlette.exceptions import HTTPException
 
     config = target.config.get_text_config(decoder=True)
     rules = Rules(
-        name=name or target.name_or_path,
+        name=name or target.name_or_path or "",
         positions=getattr(config, "max_position_embeddings", None),
         vocabulary=config.vocab_size,
         allow_chat_templates=allow_chat_templates,
@@ -262,7 +263,7 @@ async def read_body(request: "Request", most: int) -> bytes:
         raise Refused(f"the header `content-type` is {kind[:80]!r}, and must be 'application/json'.", "content-type")
     try:
         body = await asyncio.wait_for(_read(request, most), SECONDS_TO_SEND)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise Refused(f"the request did not arrive in {SECONDS_TO_SEND:g} s: send it faster.", status=408) from None
     if body is None:
         raise Refused(f"the request is larger than {most} bytes, which is the most here: shorten it.", status=413)
@@ -299,7 +300,7 @@ class Door:
         request_id = given if REQUEST_ID.fullmatch(given) else str(uuid.uuid4()).encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
 
-        async def named(message: dict) -> None:
+        async def named(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)

@@ -47,7 +47,7 @@ class _Shape:
         return "tool_calls" if self.calls else "length" if ended.is_full else "stop"
 
 
-def _joined(pieces: Iterable[Any], kind: type) -> str:
+def _joined(pieces: Iterable[Any], kind: type[Text] | type[Reasoning]) -> str:
     return "".join(piece.text for piece in pieces if isinstance(piece, kind))
 
 
@@ -135,7 +135,7 @@ class Response(_Shape):
             yield from self._opened(type(piece))
         self._part()["text"] += piece.text
         kind = "output_text" if self.open is Text else "reasoning_text"
-        more = {"logprobs": []} if self.open is Text else {}
+        more: dict[str, Any] = {"logprobs": []} if self.open is Text else {}
         yield self._event(f"response.{kind}.delta", **self._place(), delta=piece.text, **more)
 
     def closing(self, ended: Ended) -> Iterator[str]:
@@ -163,7 +163,7 @@ class Response(_Shape):
         if self.open is None:
             return
         kind = "output_text" if self.open is Text else "reasoning_text"
-        more = {"logprobs": []} if self.open is Text else {}
+        more: dict[str, Any] = {"logprobs": []} if self.open is Text else {}
         yield self._event(f"response.{kind}.done", **self._place(), text=self._part()["text"], **more)
         if self.open is Text:
             yield self._event("response.content_part.done", **self._place(), part=self._part())
@@ -183,8 +183,8 @@ class Response(_Shape):
     def _item(self, kind: type, text: str, status: str) -> dict[str, Any]:
         place = len(self.items)
         if kind is Text:
-            part = {"type": "output_text", "text": text, "annotations": []}
-            head = {"id": f"msg_{self.request}_{place}", "type": "message", "role": "assistant"}
+            part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+            head: dict[str, Any] = {"id": f"msg_{self.request}_{place}", "type": "message", "role": "assistant"}
         else:
             part = {"type": "reasoning_text", "text": text}
             head = {"id": f"rs_{self.request}_{place}", "type": "reasoning", "summary": []}

@@ -186,7 +186,7 @@ class CloverHeads(PreTrainedModel):
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
         if attention_mask is None or attention_mask.ndim == 2:
             mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
-            attention_mask = mask  # type: ignore[assignment]  # another kind is flex attention's
+            attention_mask = mask
         return self.rotary_emb(x, position_ids), attention_mask
 
     def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
