@@ -5,6 +5,7 @@ Contract: arguments in, trained heads in `output_dir` out. All arguments are fie
 knows how to read arguments and where things come from; what is done with them is the trainer's.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from .callbacks import AcceptanceCallback
 from .config import CloverTrainingConfig
 from .data import source_of
+from .storage import WEIGHTS
 from .trainer import CloverTrainer
 
 
@@ -72,9 +74,12 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTr
     if trainer.was_interrupted:
         trainer.accelerator.print("Interrupted. Go on with the same arguments and `--resume_from_checkpoint true`.")
         return trainer
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    trainer.accelerator.print(f"Heads saved to {training_args.output_dir}.")
+    if trainer.is_over and any(os.path.exists(os.path.join(training_args.output_dir, name)) for name in WEIGHTS):
+        trainer.accelerator.print(f"The run was over: the heads in {training_args.output_dir} are as they were.")
+    else:
+        trainer.save_model(training_args.output_dir)
+        trainer.create_model_card(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Heads saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         trainer.accelerator.print(f"Heads pushed to https://huggingface.co/{trainer.hub_model_id}.")

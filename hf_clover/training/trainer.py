@@ -361,6 +361,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 before = (line["num_tokens"] for line in reversed(self.state.log_history) if "num_tokens" in line)
                 self._total_train_tokens = int(next(before, 0))
             self._total_train_tokens += num_tokens
+        if self.is_over and "train_runtime" in logs:
+            return  # of no step
         if metrics:
             metrics["num_tokens"] = float(self._total_train_tokens)
         self._metrics[mode].update({name: [value] for name, value in metrics.items()})

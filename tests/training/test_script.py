@@ -82,6 +82,19 @@ def test_going_on_with_heads_and_with_a_checkpoint(workdir: Path) -> None:
     assert (workdir / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_a_finished_run_changes_nothing(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = write_config(workdir, max_steps=3, lr_scheduler_type="constant", eval_strategy="no")
+    script.main(arguments)
+    before = {file: file.read_bytes() for file in (workdir / "out").rglob("*") if file.is_file()}
+    capsys.readouterr()
+    script.main([*arguments, "--resume_from_checkpoint", "true"])
+    assert {file: file.read_bytes() for file in (workdir / "out").rglob("*") if file.is_file()} == before
+    assert capsys.readouterr().out == f"The run was over: the heads in {workdir / 'out'} are as they were.\n"
+    (workdir / "out" / "model.safetensors").unlink()  # killed after the last checkpoint
+    script.main([*arguments, "--resume_from_checkpoint", "true"])
+    assert (workdir / "out" / "model.safetensors").read_bytes() == before[workdir / "out" / "model.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["teacher_model_name_or_path", "dataset_name"])
 def test_what_is_missing_is_named(workdir: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is required"):
