@@ -30,6 +30,7 @@ from safetensors import safe_open
 
 from .. import __version__
 from ..measure.provenance import TOKEN, without_folders, without_tokens
+from ..measure.whole_files import write_whole
 from .cards import MARKER, check_results, listed, public_name, render
 from .code import write_generation_code
 
@@ -132,7 +133,7 @@ def write_results(folder: str | os.PathLike, **sections: Any) -> None:
     results = without_folders({**_read_json(path), **sections})
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n", encoding="utf-8")
+    write_whole(path, without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n")
 
 
 def write_card(

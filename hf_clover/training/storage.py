@@ -145,6 +145,8 @@ def _damage(file: Path) -> str | None:
             if not content:
                 return "it is empty"
             for shard in sorted(set(content.get("weight_map", {}).values())):  # of an index
+                if Path(shard).name != shard:
+                    raise ValueError(f"it names {shard!r}, which is no file of its folder")
                 with safe_open(file.parent / shard, framework="pt"):
                     pass
         elif file.suffix == ".safetensors":
