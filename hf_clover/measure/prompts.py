@@ -64,11 +64,12 @@ def kind_of(prompt: Question | list[int]) -> tuple[str | None, int]:
     return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
 
 
-def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a text as it is, or of messages through the chat template, up to where the answer begins."""
+def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]], **options: Any) -> list[int]:
+    """Token ids of a text as it is, or of messages through the chat template with its `options`, up to where the
+    answer begins."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **options)["input_ids"]
 
 
 def pad_id_of(tokenizer: Any) -> int | None:

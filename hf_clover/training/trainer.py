@@ -156,6 +156,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if peft_config is not None:
             peft_config = for_heads(peft_config, args)
         self._stop_on_interrupt = StopOnInterrupt()
+        self.untokenized: dict[str, Dataset | IterableDataset] = {}  # "eval", or the names of several
 
         with as_sft(args):
             super().__init__(
@@ -251,6 +252,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         _, training_args, packing, formatting_func, name = args
         check_columns(dataset, name, training_args.dataset_text_field, formatting_func)
+        if name != "train":
+            self.untokenized.setdefault(name, dataset)
         dataset = super()._prepare_dataset(dataset, *args)
         if not packing:
             dataset = drop_short_samples(dataset)
