@@ -4,6 +4,7 @@ Contract: what transformers' `from_pretrained` gives. A GGUF is unpacked as it i
 the target's weights and packed ones lend none; a file that cannot be read is a `ValueError` that says what is wrong.
 """
 
+import importlib.util
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+READERS = ("gguf", "accelerate")  # what transformers needs for a GGUF file; the extra `gguf`
 
 
 def load_target(name: str, gguf_file: str | None = None, **options: Any) -> PreTrainedModel:
@@ -47,6 +50,12 @@ def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
     if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*.gguf")))
         raise ValueError(f"`gguf_file={gguf_file!r}` is not in {str(name)!r}, which has {found or 'no GGUF file'}.")
+    missing = [name for name in READERS if gguf_file is not None and importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"`gguf_file={gguf_file!r}` needs {' and '.join(missing)}: `pip install 'hf-clover[gguf]'`, or in a clone "
+            '`pip install -c constraints.txt -e ".[gguf]"`.'
+        )
     try:
         yield
     except (ValueError, OSError, LookupError, TypeError, struct.error) as error:
@@ -59,4 +68,4 @@ def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
         ) from error
 
 
-__all__ = ["gguf_file_of", "load_target", "load_tokenizer"]
+__all__ = ["READERS", "gguf_file_of", "load_target", "load_tokenizer"]
