@@ -507,7 +507,7 @@ def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, 
 
 
 def test_differences_are_told_with_their_margin():
-    from hf_clover.measure.tables import notes_of, table_of
+    from hf_clover.measure.tables import notes_of, tables_of
 
     row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
     speed = {"tokens_per_second": 50.0, "tokens_per_second_range": [40.0, 60.0], "tokens_per_forward": 2.0}
@@ -522,7 +522,9 @@ def test_differences_are_told_with_their_margin():
         "(and 1 more)"
     ]
     console = Console(file=io.StringIO(), width=100)
-    console.print(table_of(result))
+    (table,) = tables_of(result)
+    assert table.title.endswith("; speedup over plain generate")
+    console.print(table)
     figures = ["m", "50.0", "(40.0–60.0)", "2.00", "1.50x", "0.75", "25/50/12/12", "no"]
     assert figures in [line.split() for line in console.file.getvalue().splitlines()]
 
