@@ -5,6 +5,7 @@ the target's weights and packed ones lend none; a file that cannot be read is a 
 """
 
 import importlib.util
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".gguf", ".safetensors")
 READERS = ("gguf", "accelerate")  # what transformers needs for a GGUF file; the extra `gguf`
 
 
@@ -39,8 +41,25 @@ def gguf_file_of(model: PreTrainedModel) -> str | None:
     return getattr(model, "gguf_file", None) or getattr(packed, "gguf_file", None)
 
 
+def check_path(name: "str | os.PathLike[str]", what: str) -> None:
+    """Refuse a path that leads nowhere, before the Hub is asked for it, again and again: what no id of the Hub is, or
+    what would lie in a folder that is here. `what`: the target, the heads or the dataset."""
+    name = os.fspath(name)
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~", "\\")) or name.rstrip("/").count("/") > 1 or path.suffix in FILES
+    is_here = "/" in name and path.parent.is_dir()
+    if (is_path or is_here) and "://" not in name and not path.exists():
+        way_out = "Check the spelling, or pass an id of the Hub, such as org/name."
+        if not is_path:
+            way_out = (
+                f"Check the spelling, or, if it is an id of the Hub, leave the folder that has {path.parent} too."
+            )
+        raise ValueError(f"the {what} {name!r} is not here: there is no such file or folder. {way_out}")
+
+
 @contextmanager
 def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
+    check_path(name, "target")
     folder = Path(name)
     if gguf_file is None and folder.is_file():
         raise ValueError(
@@ -68,4 +87,4 @@ def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
         ) from error
 
 
-__all__ = ["READERS", "gguf_file_of", "load_target", "load_tokenizer"]
+__all__ = ["READERS", "check_path", "gguf_file_of", "load_target", "load_tokenizer"]

@@ -19,6 +19,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..making.loading import check_path
+
 logger = logging.get_logger(__name__)
 
 # Ordinary code and prose, of many authors and subjects; every Python from 3.10 on has them.
@@ -95,6 +97,7 @@ def load_questions(
         limit: of all of them, one of each category in turn.
         per_category: of each category.
     """
+    check_path(name, "dataset")
     if name == STAND_IN:
         prompts = [tokenizer(text).input_ids for text in islice(function_starts(), limit)]
     elif Path(name).suffix == ".txt":

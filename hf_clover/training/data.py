@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
+from ..making.loading import check_path
 from ..network.modeling_clover import CloverHeads
 
 logger = logging.get_logger(__name__)
@@ -26,6 +27,7 @@ STREAM_SAMPLE = 10_000  # samples of a streaming dataset that are counted for th
 
 def source_of(dataset: str) -> dict[str, str]:
     """What `load_dataset` takes for a dataset of the Hub, a folder of files, or one file."""
+    check_path(dataset, "dataset")
     place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
     if place.is_file():
         return {"path": str(place.parent), "data_files": place.name}

@@ -8,6 +8,7 @@ knows how to read arguments and where things come from; what is done with them i
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
@@ -28,6 +29,20 @@ class TargetModelConfig(ModelConfig):
     like say how the target is loaded.
     """
 
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Heads to go on with (a Hub id or a folder). Default: new ones."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "The revision of those heads."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "The attention of the target."})
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train a LoRA adapter on the heads of `model_name_or_path`, not the heads."}
+    )
+    load_in_8bit: bool = field(
+        default=False, metadata={"help": "Load the target in 8 bits. It is frozen, and needs no LoRA for that."}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Load the target in 4 bits. It is frozen, and needs no LoRA for that."}
+    )
     dtype: str | None = field(
         default="auto",
         metadata={
@@ -91,7 +106,14 @@ def _split(dataset: DatasetDict | IterableDatasetDict, args: ScriptArguments, na
     """The one that the argument `name` names."""
     split = getattr(args, name)
     if split not in dataset:
-        otherwise = ", or pass `--eval_strategy no`" if name == "dataset_test_split" else ""
+        is_test = name == "dataset_test_split"
+        if is_test and list(dataset) == [args.dataset_train_split]:
+            only, kind = args.dataset_train_split, Path(args.dataset_name).suffix or ".jsonl"
+            raise ValueError(
+                f"`{name}={split!r}`: {args.dataset_name!r} has {only!r} alone. Put its evaluation data beside it in "
+                f"a folder, as {only}{kind} and {split}{kind}, and pass the folder; or pass `--eval_strategy no`."
+            )
+        otherwise = ", or pass `--eval_strategy no`" if is_test else ""
         raise ValueError(f"`{name}={split!r}`: {args.dataset_name!r} has {sorted(dataset)}; name one{otherwise}.")
     return dataset[split]
 

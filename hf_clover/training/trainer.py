@@ -33,6 +33,7 @@ from .arguments import (
     as_sft,
     check_optimizer,
     check_parallelism,
+    check_teacher,
     follow_recipe,
     for_heads,
     make_heads,
@@ -132,8 +133,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         **refused: Any,
     ) -> None:
         refuse_arguments(refused)
-        if teacher_model is None:
-            raise ValueError("`teacher_model` is required: the target that the heads are for, or its name or path.")
+        check_teacher(teacher_model, model)
         args = args or CloverTrainingConfig(f"{name_of(teacher_model).split('/')[-1]}-Clover")
         if not isinstance(args, CloverTrainingConfig):
             raise TypeError(f"`args` must be a `CloverTrainingConfig`, not a `{type(args).__name__}`.")
