@@ -8,6 +8,7 @@ of these texts. `examples/smollm2` has a model that answers questions.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--output", type=Path, default=Path("runs/quickstart.png"))
     args = parser.parse_args(argv)
     disable_progress_bar()
-    console = Console()
+    console, load = Console(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
@@ -54,16 +55,8 @@ def main(argv: list[str] | None = None) -> dict:
     methods = [plain(), with_heads(heads), parse_method("prompt-lookup", target)]
     options = {"max_new_tokens": args.max_new_tokens, "temperatures": [TEMPERATURE], "seed": SEED}
     result = benchmark(target, tokenizer, methods, prompts, repeats=3, **options)
-    table = Table("", "tokens/s", "tokens per forward", "speedup", "same tokens", title="These three functions")
-    for row in result["rows"]:
-        table.add_row(
-            row["method"],
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['tokens_per_forward']:.2f}",
-            f"{row['speedup']:.2f}",
-            {None: "", True: "yes", False: "NO"}[row["identical"]],
-        )
-    console.print(table)
+    console.print(table_of(result["rows"]))
+    console.print(doubts(result["rows"], load, os.cpu_count() or 1), end="")
     console.print("prompt-lookup, transformers' own, drafts for nothing by copying; it samples another text.\n")
     picture = plots.draw(plots.figure_of(result), args.output)
     console.print(f"A picture of it: {picture}\n")
@@ -77,6 +70,33 @@ def main(argv: list[str] | None = None) -> dict:
         soft_wrap=True,
     )
     return result
+
+
+def table_of(rows: list[dict]) -> Table:
+    table = Table("", "tokens per forward", "speedup (of 3 runs)", "same tokens", title="These three functions")
+    for row in rows:
+        low, high = row["speedup_range"]
+        table.add_row(
+            row["method"],
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['speedup']:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""),
+            {None: "", True: "yes", False: "NO"}[row["identical"]],
+        )
+    return table
+
+
+def doubts(rows: list[dict], load: float, cores: int) -> str:
+    """Why the figures may say little, where they do: runs that differ, or other work on the machine."""
+    apart = [
+        f"{row['method']} {low:.2f} to {high:.2f}"
+        for row in rows
+        for low, high in [row["speedup_range"]]
+        if high - low > 0.2 * row["speedup"]
+    ]
+    reasons = [f"The runs are far apart ({', '.join(apart)})"] if apart else []
+    if load > cores / 2:
+        reasons.append(f"Other programs ran here when this began (load average {load:.1f} on {cores} cores)")
+    return ". ".join(reasons) + (": run it again on an idle machine before you believe it.\n" if reasons else "")
 
 
 if __name__ == "__main__":

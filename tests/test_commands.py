@@ -102,6 +102,31 @@ def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, 
     )
 
 
+@pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "runs/a/heads", "runs/haeds"])
+@pytest.mark.parametrize("flag", ["--target", "--heads", "--prompts"])
+def test_a_mistyped_path_is_said_before_the_hub_is_asked(run, folder, monkeypatch, tmp_path, flag, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the Hub was asked"))
+    models = {"--target": str(folder / "target"), "--heads": str(folder / "heads"), flag: name}
+    said = run("benchmark", *(word for pair in models.items() for word in pair))
+    what = {"--target": "target", "--heads": "heads", "--prompts": "dataset"}[flag]
+    assert said.code == 2
+    assert said.err.splitlines()[-1].startswith(f"hf-clover: the {what} {name!r} is not here: there is no such file")
+
+
+def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):
+    from hf_clover.making.loading import check_path
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("org/model", "model", "Qwen/Qwen3-0.6B", "org/v1.5"):
+        check_path(name, "target")
+    (tmp_path / "org/model").mkdir(parents=True)
+    for name in ("org/model", "./org/model", "org/"):
+        check_path(name, "target")
+
+
 def test_the_stand_in_is_the_default(run, monkeypatch, folder, target):
     monkeypatch.setattr(inputs, "STAND_IN", folder)
     said = run("generate", PROMPT, "--max-new-tokens", "30")
@@ -507,7 +532,7 @@ def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, 
 
 
 def test_differences_are_told_with_their_margin():
-    from hf_clover.measure.tables import notes_of, table_of
+    from hf_clover.measure.tables import notes_of, tables_of
 
     row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
     speed = {"tokens_per_second": 50.0, "tokens_per_second_range": [40.0, 60.0], "tokens_per_forward": 2.0}
@@ -522,7 +547,9 @@ def test_differences_are_told_with_their_margin():
         "(and 1 more)"
     ]
     console = Console(file=io.StringIO(), width=100)
-    console.print(table_of(result))
+    (table,) = tables_of(result)
+    assert table.title.endswith("; speedup over plain generate")
+    console.print(table)
     figures = ["m", "50.0", "(40.0–60.0)", "2.00", "1.50x", "0.75", "25/50/12/12", "no"]
     assert figures in [line.split() for line in console.file.getvalue().splitlines()]
 

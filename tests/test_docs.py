@@ -119,6 +119,13 @@ def check_options(name: str, words: list[str]) -> None:
     typer.main.get_command(cli.app).commands[name].make_context(name, words)
 
 
+def test_the_promise_of_the_same_tokens_says_where_it_holds():
+    """Repositories hold weights in bfloat16, and `from_pretrained` leaves them so."""
+    promise = re.search(r"^- \*\*The same tokens\.\*\* .*$", (ROOT / "README.md").read_text(), re.MULTILINE)[0]
+    assert "in float32" in promise
+    assert "[half precision](#limits)" in promise
+
+
 # ---------------------------------------------------------------------- links
 
 

@@ -54,6 +54,30 @@ def test_the_quick_start_measures_what_it_shows(tmp_path, capsys):
     assert [row["method"] for row in result["rows"]] == ["plain", "clover-x", "prompt-lookup"]
 
 
+def test_the_quick_start_says_one_speed_and_where_it_is_unsure(capsys):
+    quickstart = load("quickstart")
+    figures = {"tokens_per_forward": 2.0, "identical": True, "tokens_per_second": 137.0}
+    figures |= {"tokens_per_second_range": [130.0, 140.0]}
+    steady = [
+        {**figures, "method": "plain", "speedup": 1.0, "speedup_range": [1.0, 1.0], "identical": None},
+        {**figures, "method": "clover-x", "speedup": 1.35, "speedup_range": [1.3, 1.4]},
+    ]
+    console = quickstart.Console(width=100)
+    console.print(quickstart.table_of(steady))
+    said = capsys.readouterr().out
+    assert "1.35 (1.30 to 1.40)" in said
+    assert "137" not in said, "rates beside it are medians of their own, which no reader can divide"
+    assert quickstart.doubts(steady, load=0.1, cores=2) == ""
+    scattered = [steady[0], {**steady[1], "speedup_range": [0.99, 1.4]}]
+    assert quickstart.doubts(scattered, load=0.1, cores=2) == (
+        "The runs are far apart (clover-x 0.99 to 1.40): run it again on an idle machine before you believe it.\n"
+    )
+    assert quickstart.doubts(steady, load=1.6, cores=2) == (
+        "Other programs ran here when this began (load average 1.6 on 2 cores): run it again on an idle machine "
+        "before you believe it.\n"
+    )
+
+
 def test_the_quick_start_shows_no_text_that_runs_in_circles(stand_in):
     target, tokenizer = stand_in
     quickstart = load("quickstart")

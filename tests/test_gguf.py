@@ -1,6 +1,7 @@
 """A target from a GGUF file: in the commands, in training, and beside the one it was made from."""
 
 import copy
+import importlib.util
 import json
 import re
 import sys
@@ -163,14 +164,16 @@ def test_what_cannot_be_read(folder, tmp_path, load, original):
         load(folder / NAME)
 
 
-def test_without_the_package(folder, monkeypatch, capsys):
-    """transformers' own words, in one line."""
-    monkeypatch.setattr("transformers.modeling_gguf_pytorch_utils.is_gguf_available", lambda: False)
+@pytest.mark.parametrize("missing", [["gguf"], ["accelerate"], ["gguf", "accelerate"]], ids=" and ".join)
+def test_without_the_extra(missing, folder, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in missing else find(name, *a))
     monkeypatch.setattr(sys, "argv", ["hf-clover", "generate", "a", "--target", str(folder), "--gguf-file", NAME])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 2
-    assert re.match(r"hf-clover: Please install .*gguf>=", capsys.readouterr().err.splitlines()[-1])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(rf"hf-clover: `gguf_file='{NAME}'` needs {' and '.join(missing)}: `pip install 'hf-clo", said)
 
 
 def test_a_file_without_a_target_and_beside_an_endpoint(folder):

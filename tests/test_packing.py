@@ -2,14 +2,17 @@
 
 import copy
 import gc
+import io
 import json
 import pickle
+import re
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import planted
+from rich.console import Console
 from tiny_text import save_folders
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -21,7 +24,7 @@ from hf_clover.decoding import drafting_copy, heads_run
 from hf_clover.decoding.record import speculations
 from hf_clover.measure.benchmark import benchmark, plain
 from hf_clover.measure.figures import figure_of
-from hf_clover.measure.tables import setting_of
+from hf_clover.measure.tables import category_tables_of, setting_of, tables_of
 from hf_clover.network import packing
 
 pytestmark = [
@@ -234,8 +237,70 @@ def test_benchmark_measures_packed_and_not(words):
     for name in names[1:]:
         assert rows[name]["speedup"] == pytest.approx(speed[name] / speed["plain"])
         assert rows[f"{name}, packed"]["speedup"] == pytest.approx(speed[f"{name}, packed"] / speed["plain, packed"])
-    assert rows["plain, packed"]["speedup"] == pytest.approx(speed["plain, packed"] / speed["plain"])
+        over = rows[f"{name}, packed"]["speedup_over_unpacked"]
+        assert over == pytest.approx(speed[f"{name}, packed"] / speed["plain"])
+    assert rows["plain, packed"]["speedup_over_unpacked"] == pytest.approx(speed["plain, packed"] / speed["plain"])
+    assert (rows["plain, packed"]["speedup"], rows["plain, packed"]["efficiency"]) == (1.0, 1.0)
     assert rows["plain, packed"]["tokens_per_forward"] == 1
+
+
+def row_of(method: str, rate: float, per_forward: float, speedup: float) -> dict:
+    figures = {"tokens_per_second": rate, "tokens_per_second_range": [rate, rate], "tokens_per_forward": per_forward}
+    figures |= {"speedup": speedup, "speedup_range": [speedup, speedup], "efficiency": speedup / per_forward}
+    figures |= {"seconds": dict.fromkeys(("draft", "verify", "walk", "other"), 0.0), "identical": True}
+    of_all = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
+    parts = {"categories": {"math": {**figures, "questions": 1}}, "questions": 1, "differences": []}
+    return {"method": method, **of_all, **figures, **parts}
+
+
+MEASURED = [row_of("plain", 100, 1, 1), row_of("clover-x", 140, 2, 1.4), row_of("plain, packed", 148, 1, 1.48)]
+MEASURED += [row_of("clover-x, packed", 241, 2.1, 1.63), row_of("prompt-lookup, packed", 178, 1.4, 1.2)]
+NEW = MEASURED[:2] + [
+    {**row, "speedup_over_unpacked": row["tokens_per_second"] / 100, "speedup_over_unpacked_range": [1.1, 2.5]}
+    | ({"speedup": 1.0, "efficiency": 1.0} if row["method"] == "plain, packed" else {})
+    for row in MEASURED[2:]
+]
+
+
+@pytest.mark.parametrize("rows", [MEASURED, NEW], ids=["an older result", "a new one"])
+def test_every_table_has_one_baseline_and_names_it(rows):
+    result = {"kind": "benchmark", "target": "t", "dtype": "float32", "device": "cpu", "num_prompts": 1, "repeats": 1}
+    result |= {"prompts": "p", "max_new_tokens": 9, "rows": rows}
+    tables, texts = [*tables_of(result), *category_tables_of(result)], []
+    for table in tables:
+        console = Console(file=io.StringIO(), width=160)
+        console.print(table)
+        texts.append(console.file.getvalue())
+    every, packed, by_category, packed_by_category = texts
+    assert [re.search(r"speedup over ([\w ]+?)( and |$)", table.title)[1] for table in tables] == [
+        *("plain generate", "plain generate with packed weights") * 2,
+    ]
+    speedups = [re.findall(r"^ (\S+(?: packed)?) .* (\d\.\d\d)x", text, re.MULTILINE) for text in (every, packed)]
+    assert speedups == [
+        [
+            *(("plain", "1.00"), ("clover-x", "1.40"), ("plain, packed", "1.48"), ("clover-x, packed", "2.41")),
+            ("prompt-lookup, packed", "1.78"),
+        ],
+        [("plain, packed", "1.00"), ("clover-x, packed", "1.63"), ("prompt-lookup, packed", "1.20")],
+    ]
+    efficiencies = [
+        re.findall(r"^ (\S+(?: packed)?) .*x +(\d\.\d\d) ", text, re.MULTILINE) for text in (every, packed)
+    ]
+    assert efficiencies == [
+        [("clover-x", "0.70")],  # of plain there is none, and of packed ones over plain without none
+        [("clover-x, packed", "0.78"), ("prompt-lookup, packed", "0.86")],
+    ]
+    assert "1.40x 2.00 2.41x 2.10 1.78x 1.40" in " ".join(by_category.split())
+    assert "1.63x 2.10 1.20x 1.40" in " ".join(packed_by_category.split())
+    panels = {(panel["title"], panel["ylabel"]): panel for panel in figure_of(result)["panels"]}
+    bars = panels["Speedup", "times plain generate"]
+    assert [series["y"] for series in bars["series"]] == [[1], [1.4], [1.48], [2.41], [1.78]]
+    assert [series["label"] for series in panels["Efficiency", "speedup / tokens per forward"]["series"]] == [
+        *("clover-x", "clover-x, packed", "prompt-lookup, packed"),
+    ]
+    dots = panels["Speedup by category", "times plain generate with packed weights"]
+    assert [series["y"] for series in dots["series"]] == [[1.63, 1.63], [1.2, 1.2]]
+    assert dots["reference"]["label"] == "plain generate with packed weights"
 
 
 def test_a_benchmark_of_a_packed_target_says_so(target):

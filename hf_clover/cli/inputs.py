@@ -25,7 +25,7 @@ def load(
         target, heads = str(STAND_IN / "target"), heads or str(STAND_IN / "heads")
     import torch
 
-    from ..making.loading import load_target, load_tokenizer
+    from ..making.loading import check_path, load_target, load_tokenizer
     from ..network.modeling_clover import CloverHeads
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -33,6 +33,8 @@ def load(
         dtype = "float32"
     elif dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"`--dtype {dtype}` is none: pass auto, float32, bfloat16 or float16.")
+    if heads is not None:
+        check_path(heads, "heads")
     code: dict[str, Any] = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
     model = load_target(target, dtype=dtype, **code)
     model.to(place)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too

@@ -71,11 +71,11 @@ def benchmark(
 ) -> None:
     """Measure heads, plain generate and other ways to be faster, side by side.
 
-    All methods take turns in one run, prompt by prompt. With --pack all of them are measured with packed weights too,
-    and compared with plain generate that has them. Options that are lists take several values after one flag, and
-    every combination is measured. Questions of several turns are conversations, and where they have categories
-    (Spec-Bench's, MT-bench's) there is a table of those too. Ctrl-C ends with what is measured by then, and --output
-    holds it all along.
+    All methods take turns in one run, prompt by prompt. With --pack all of them are measured with packed weights too;
+    a second table compares those with plain generate that has them. Options that are lists take several values after
+    one flag, and every combination is measured. Questions of several turns are conversations, and where they have
+    categories (Spec-Bench's, MT-bench's) there is a table of those too. Ctrl-C ends with what is measured by then, and
+    --output holds it all along.
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
@@ -135,10 +135,10 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from ..measure.tables import category_tables_of, notes_of, table_of
+    from ..measure.tables import category_tables_of, notes_of, tables_of
 
     console = Console()
-    for table in [table_of(result), *category_tables_of(result)]:
+    for table in [*tables_of(result), *category_tables_of(result)]:
         console.print(table)
     for note in notes_of(result):
         console.print(note, highlight=False, markup=False, soft_wrap=True)

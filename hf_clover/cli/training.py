@@ -73,13 +73,26 @@ def push(
     create_pr: Annotated[bool, typer.Option(help="Open a pull request instead of committing.")] = False,
     subfolder: Annotated[str, typer.Option(help="Where in the repository, beside a target for one.")] = "",
     message: Annotated[str | None, typer.Option("--message", "-m", help="The commit's message.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files and the card, and push nothing.")] = False,
 ) -> None:
     """Push a folder to the Hub in one commit, with its card and what it needs to be loaded.
 
+    A card on the Hub that somebody wrote by hand stays. The folder is as before unless the push went through.
+
     Example: hf-clover push runs/my-heads org/my-model-clover --private
     """
-    from ..hub.push import push_folder
+    from ..hub.push import files_to_push, push_folder
 
+    if dry_run:
+        files = files_to_push(folder, repo_id, subfolder=subfolder)
+        typer.echo(f"Would go to {repo_id}:")
+        for path, content in files.items():
+            size = len(content) if isinstance(content, bytes) else Path(content).stat().st_size
+            typer.echo(f"  {path}  ({size:,} bytes)")
+        name, card = next((path, content) for path, content in files.items() if Path(path).name == "README.md")
+        text = card.decode() if isinstance(card, bytes) else Path(card).read_text(encoding="utf-8")
+        typer.echo(f"\n{name}, the card:\n\n{text}", nl=False)
+        return
     commit = push_folder(
         folder,
         repo_id,

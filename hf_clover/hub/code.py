@@ -15,11 +15,16 @@ from .. import __version__
 FOLDER = "custom_generate"  # where transformers looks
 
 
+def generation_code() -> dict[str, str]:
+    """Of each file of a folder its path there, and what is in it."""
+    code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
+    return {f"{FOLDER}/generate.py": code, f"{FOLDER}/requirements.txt": f"hf-clover>={__version__}\n"}
+
+
 def write_generation_code(folder: str | os.PathLike) -> None:
-    code = Path(folder) / FOLDER
-    code.mkdir(exist_ok=True)
-    shutil.copyfile(Path(__file__).with_name("custom_generate.py"), code / "generate.py")
-    (code / "requirements.txt").write_text(f"hf-clover>={__version__}\n")
+    for path, content in generation_code().items():
+        (Path(folder) / path).parent.mkdir(exist_ok=True)
+        (Path(folder) / path).write_text(content, encoding="utf-8")
 
 
 def remove_code(folder: str | os.PathLike) -> None:
@@ -33,4 +38,4 @@ def remove_code(folder: str | os.PathLike) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-__all__ = ["remove_code", "write_generation_code"]
+__all__ = ["generation_code", "remove_code", "write_generation_code"]

@@ -2,9 +2,10 @@
 
 Contract: a folder that `save_pretrained` wrote (of heads, or of an adapter of heads), or that `regenerate` wrote,
 becomes a whole repository: this module adds the generation code, the results and the card, and commits all of it at
-once, so that a push that fails leaves the repository as it was. Everything is read from the folder; torch and models
-are not known here. Errors of the Hub are huggingface_hub's own. Access tokens are taken out of what is written, and a
-file that holds one is not pushed.
+once, so that a push that fails leaves the repository as it was, and the folder too: what is added is written there
+when the push went through. Everything is read from the folder; torch and models are not known here. Errors of the Hub
+are huggingface_hub's own; where none answers, it is a `ConnectionError` that says so. Access tokens are taken out of
+what is written, and a file that holds one is not pushed.
 """
 
 import json
@@ -12,7 +13,8 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,17 @@ from huggingface_hub import (
     DatasetCard,
     HfApi,
     ModelCard,
+    constants,
     get_token,
 )
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import safe_open
 
 from .. import __version__
 from ..measure.provenance import TOKEN, without_folders, without_tokens
+from ..measure.whole_files import write_whole
 from .cards import MARKER, check_results, listed, public_name, render
-from .code import write_generation_code
+from .code import generation_code
 
 RESULTS = "clover_results.json"
 _CARD = "README.md"
@@ -43,6 +47,8 @@ _PUSHED = {
     "adapter": ("adapter_config.json", *_WEIGHTS, *_EVERYWHERE),
     "dataset": ("*.parquet", *_EVERYWHERE),
 }
+# Of huggingface_hub's HTTP client, which is httpx or httpx2 by its version.
+_NO_ANSWER: Any = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 _KEPT = ("license", "license_name", "license_link", "language", "tags")  # what a card says that no file does
 
 
@@ -57,6 +63,8 @@ def push_folder(
     subfolder: str = "",
     commit_message: str | None = None,
     commit_description: str | None = None,
+    heads: Any = None,
+    results: Mapping[str, Any] | None = None,
     **metadata: Any,
 ) -> CommitInfo:
     """Make `folder` a whole repository and commit it to `repo_id`, which is created where it does not exist.
@@ -68,35 +76,87 @@ def push_folder(
             [`~huggingface_hub.HfApi.create_commit`].
         subfolder: where the heads go in a repository that holds something else too, such as their target. Their code
             goes to its root all the same, where transformers looks for it.
+        heads: as for [`write_card`].
+        results: measured figures for the card, as for [`write_results`].
         metadata: for the card: `license`, `language`, ... as for [`~huggingface_hub.ModelCardData`].
     """
     folder, subfolder = Path(folder), subfolder.strip("/")
     kind = _kind(folder)
-    secrets = [secret for secret in (token, get_token()) if isinstance(secret, str)]
+    given = {"heads": heads, "results": results, "token": token, **metadata}
     # Before the Hub is asked for anything: whatever is wrong with the folder is said first.
-    files = _complete(folder, kind, secrets, repo_id, subfolder, metadata)
+    files = files_to_push(folder, repo_id, subfolder=subfolder, **given)
     api = HfApi(token=token, library_name="hf_clover", library_version=__version__)
     where: dict[str, Any] = {"repo_type": "dataset" if kind == "dataset" else "model"}
-    where["repo_id"] = api.create_repo(repo_id, private=private, exist_ok=True, **where).repo_id
-    if where["repo_id"] != repo_id:  # the user's own namespace
-        files = _complete(folder, kind, secrets, where["repo_id"], subfolder, metadata)
-    if revision is not None and not create_pr and not revision.startswith("refs/"):
-        api.create_branch(branch=revision, exist_ok=True, **where)
+    with asking_the_hub(f"Nothing was pushed to {repo_id!r}, and nothing has changed in {str(folder)!r}."):
+        where["repo_id"] = api.create_repo(repo_id, private=private, exist_ok=True, **where).repo_id
+        if where["repo_id"] != repo_id:  # the user's own namespace
+            files = files_to_push(folder, where["repo_id"], subfolder=subfolder, **given)
+        if revision is not None and not create_pr and not revision.startswith("refs/"):
+            api.create_branch(branch=revision, exist_ok=True, **where)
+        prefix = f"{subfolder}/" if subfolder else ""
+        pushed, card = dict(files), prefix + _CARD
+        if isinstance(files[card], bytes) and _remote_card_is_somebodys(api, card, revision, where):
+            del pushed[card]
+        others = set(api.list_repo_files(revision=revision, **where)) - pushed.keys()
+        stale = [path for path in others if path.startswith(prefix) and _is_weights(path.removeprefix(prefix))]
+        operations = [CommitOperationAdd(path, content) for path, content in pushed.items()]
+        commit = api.create_commit(
+            operations=[*operations, *(CommitOperationDelete(path) for path in stale)],
+            commit_message=commit_message or f"Upload {kind} with hf_clover {__version__}",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+            **where,
+        )
+    with suppress(OSError):  # of a folder that nobody may write to: the push went through all the same
+        for path, text in _added(folder, kind, where["repo_id"], subfolder, heads, results, metadata).items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            write_whole(folder / path, text)
+    return commit
+
+
+def files_to_push(
+    folder: str | os.PathLike,
+    repo_id: str,
+    *,
+    subfolder: str = "",
+    heads: Any = None,
+    results: Mapping[str, Any] | None = None,
+    token: str | bool | None = None,
+    **metadata: Any,
+) -> dict[str, str | bytes]:
+    """What [`push_folder`] commits: each file's path in the repository, and where it lies or what is in it.
+
+    Nothing is written, and the Hub is not asked.
+    """
+    folder, subfolder = Path(folder), subfolder.strip("/")
+    kind = _kind(folder)
+    found = sorted({path for pattern in _PUSHED[kind] for path in folder.glob(pattern) if path.is_file()})
+    if kind != "dataset" and not any(_is_weights(path.name) for path in found):
+        raise ValueError(
+            f"`folder` {str(folder)!r} holds no weights in safetensors, and no others are pushed: save the {kind} "
+            "there with `save_pretrained`."
+        )
+    secrets = [secret for secret in (token, get_token()) if isinstance(secret, str)]
+    files = {path.relative_to(folder).as_posix(): _content(path, secrets) for path in found}
+    added = _added(folder, kind, repo_id, subfolder, heads, results, metadata)
+    files |= {path: text.encode() for path, text in added.items()}
     prefix = f"{subfolder}/" if subfolder else ""
-    files = {path if _is_code(path) else prefix + path: content for path, content in files.items()}
-    if _is_generated(folder / _CARD) and _remote_card_is_somebodys(api, prefix + _CARD, revision, where):
-        del files[prefix + _CARD]
-    others = set(api.list_repo_files(revision=revision, **where)) - files.keys()
-    stale = [path for path in others if path.startswith(prefix) and _is_weights(path.removeprefix(prefix))]
-    operations = [CommitOperationAdd(path, content) for path, content in files.items()]
-    return api.create_commit(
-        operations=[*operations, *(CommitOperationDelete(path) for path in stale)],
-        commit_message=commit_message or f"Upload {kind} with hf_clover {__version__}",
-        commit_description=commit_description,
-        revision=revision,
-        create_pr=create_pr,
-        **where,
-    )
+    return {path if _is_code(path) else prefix + path: files[path] for path in sorted(files)}
+
+
+@contextmanager
+def asking_the_hub(consequence: str) -> Iterator[None]:
+    """Around requests to the Hub: where it does not answer, one sentence says so, and the `consequence` another."""
+    try:
+        yield
+    except HfHubHTTPError:
+        raise  # an answer, if no good one
+    except _NO_ANSWER as error:
+        raise ConnectionError(
+            f"the Hub at {constants.ENDPOINT} does not answer ({type(error).__name__}: {error}). {consequence} Try "
+            "again when it does, or set HF_ENDPOINT."
+        ) from error
 
 
 def push_heads(
@@ -129,10 +189,9 @@ def write_results(folder: str | os.PathLike, **sections: Any) -> None:
     What the sections hold is described in `hf_clover.hub.cards`.
     """
     path = Path(folder) / RESULTS
-    results = without_folders({**_read_json(path), **sections})
-    check_results(results)
+    text = _as_text(_with_sections(path, sections))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n", encoding="utf-8")
+    write_whole(path, text)
 
 
 def write_card(
@@ -146,31 +205,14 @@ def write_card(
         metadata: `license`, `language`, `tags`, ... What an earlier card had of them stays.
     """
     folder = Path(folder)
-    path, kind = folder / _CARD, _kind(folder, heads)
-    card_class = DatasetCard if kind == "dataset" else ModelCard
-    if path.exists() and not _is_generated(path):
-        return card_class.load(path)
-    earlier = card_class.load(path).data.to_dict() if path.exists() and MARKER in path.read_text("utf-8") else {}
-    kept = {name: earlier[name] for name in _KEPT if name in earlier}
-    kept["tags"] = [*listed(kept.get("tags")), *listed(metadata.pop("tags", None))]
-    config = heads.config.to_dict() if heads is not None else _read_json(folder / "config.json")
-    if kind == "adapter" and heads is not None and "target" not in _read_json(folder / RESULTS):
-        target = {"name": heads.config.target_name_or_path, "revision": heads.config.target_revision}
-        write_results(folder, target={**target, "fingerprint": heads.config.target_fingerprint})
-    card = render(
-        kind,
-        repo_id or folder.resolve().name,
-        subfolder=subfolder,
-        config=config,
-        adapter=_read_json(folder / "adapter_config.json") if kind == "adapter" else None,
-        results=_read_json(folder / RESULTS),
-        parameters=_count_parameters(folder),
-        plots=sorted(file.name for pattern in ("*.png", "*.svg") for file in folder.glob(pattern)),
-        metadata={**kept, **metadata},
-    )
-    card = card_class(without_tokens(str(card)))
-    card.save(path)
-    return card
+    kind = _kind(folder, heads)
+    results = _results_of(folder, kind, heads, None)
+    if results is not None:
+        write_results(folder, **results)
+    text = _card_text(folder, kind, repo_id or folder.resolve().name, subfolder, heads, results, metadata)
+    if text is not None:
+        write_whole(folder / _CARD, text)
+    return _card_class(kind).load(folder / _CARD)
 
 
 # ---------------------------------------------------------------------- the folder
@@ -189,20 +231,76 @@ def _kind(folder: Path, heads: Any = None) -> str:
     )
 
 
-def _complete(
-    folder: Path, kind: str, secrets: list[str], repo_id: str, subfolder: str, metadata: dict[str, Any]
-) -> dict[str, str | bytes]:
-    """Write what is missing, and say what is pushed: each file's path, or what goes in its place."""
-    write_card(folder, repo_id=repo_id, subfolder=subfolder, **metadata)
-    if kind == "heads":
-        write_generation_code(folder)  # also into a folder that an older version saved
-    found = sorted({path for pattern in _PUSHED[kind] for path in folder.glob(pattern) if path.is_file()})
-    if kind != "dataset" and not any(_is_weights(path.name) for path in found):
-        raise ValueError(
-            f"`folder` {str(folder)!r} holds no weights in safetensors, and no others are pushed: save the {kind} "
-            "there with `save_pretrained`."
-        )
-    return {path.relative_to(folder).as_posix(): _content(path, secrets) for path in found}
+def _added(
+    folder: Path,
+    kind: str,
+    repo_id: str,
+    subfolder: str,
+    heads: Any,
+    results: Mapping[str, Any] | None,
+    metadata: dict[str, Any],
+) -> dict[str, str]:
+    """What the folder lacks, or has of an earlier time: each file's path there, and what is in it."""
+    added = generation_code() if kind == "heads" else {}  # also into a folder that an older version saved
+    figures = _results_of(folder, kind, heads, results)
+    if figures is not None:
+        added[RESULTS] = _as_text(figures)
+    card = _card_text(folder, kind, repo_id, subfolder, heads, figures, metadata)
+    return added if card is None else {**added, _CARD: card}
+
+
+def _results_of(folder: Path, kind: str, heads: Any, results: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The folder's figures with those that are given; None where nothing is new in them."""
+    sections = dict(results or {})
+    if kind == "adapter" and heads is not None and "target" not in {**_read_json(folder / RESULTS), **sections}:
+        target = {"name": heads.config.target_name_or_path, "revision": heads.config.target_revision}
+        sections["target"] = {**target, "fingerprint": heads.config.target_fingerprint}
+    return _with_sections(folder / RESULTS, sections) if sections else None
+
+
+def _with_sections(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
+    results = without_folders({**_read_json(path), **sections})
+    check_results(results)
+    return results
+
+
+def _as_text(results: Mapping[str, Any]) -> str:
+    return without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n"
+
+
+def _card_text(
+    folder: Path,
+    kind: str,
+    repo_id: str,
+    subfolder: str,
+    heads: Any,
+    results: Mapping[str, Any] | None,
+    metadata: dict[str, Any],
+) -> str | None:
+    """None where somebody has written one by hand."""
+    path, metadata = folder / _CARD, dict(metadata)
+    if path.exists() and not _is_generated(path):
+        return None
+    is_ours = path.exists() and MARKER in path.read_text("utf-8")
+    earlier = _card_class(kind).load(path).data.to_dict() if is_ours else {}
+    kept = {name: earlier[name] for name in _KEPT if name in earlier}
+    kept["tags"] = [*listed(kept.get("tags")), *listed(metadata.pop("tags", None))]
+    card = render(
+        kind,
+        repo_id,
+        subfolder=subfolder,
+        config=heads.config.to_dict() if heads is not None else _read_json(folder / "config.json"),
+        adapter=_read_json(folder / "adapter_config.json") if kind == "adapter" else None,
+        results=_read_json(folder / RESULTS) if results is None else results,
+        parameters=_count_parameters(folder),
+        plots=sorted(file.name for pattern in ("*.png", "*.svg") for file in folder.glob(pattern)),
+        metadata={**kept, **metadata},
+    )
+    return without_tokens(str(card))
+
+
+def _card_class(kind: str) -> type[ModelCard] | type[DatasetCard]:
+    return DatasetCard if kind == "dataset" else ModelCard
 
 
 def _content(path: Path, secrets: list[str]) -> str | bytes:
@@ -259,4 +357,4 @@ def _is_weights(path: str) -> bool:
     return any(Path(path).match(pattern) for pattern in _WEIGHTS) and "/" not in path
 
 
-__all__ = ["RESULTS", "push_folder", "push_heads", "write_card", "write_results"]
+__all__ = ["RESULTS", "asking_the_hub", "files_to_push", "push_folder", "push_heads", "write_card", "write_results"]

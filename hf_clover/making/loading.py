@@ -4,6 +4,8 @@ Contract: what transformers' `from_pretrained` gives. A GGUF is unpacked as it i
 the target's weights and packed ones lend none; a file that cannot be read is a `ValueError` that says what is wrong.
 """
 
+import importlib.util
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".gguf", ".safetensors")
+READERS = ("gguf", "accelerate")  # what transformers needs for a GGUF file; the extra `gguf`
 
 
 def load_target(name: str, gguf_file: str | None = None, **options: Any) -> PreTrainedModel:
@@ -36,8 +41,25 @@ def gguf_file_of(model: PreTrainedModel) -> str | None:
     return getattr(model, "gguf_file", None) or getattr(packed, "gguf_file", None)
 
 
+def check_path(name: "str | os.PathLike[str]", what: str) -> None:
+    """Refuse a path that leads nowhere, before the Hub is asked for it, again and again: what no id of the Hub is, or
+    what would lie in a folder that is here. `what`: the target, the heads or the dataset."""
+    name = os.fspath(name)
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~", "\\")) or name.rstrip("/").count("/") > 1 or path.suffix in FILES
+    is_here = "/" in name and path.parent.is_dir()
+    if (is_path or is_here) and "://" not in name and not path.exists():
+        way_out = "Check the spelling, or pass an id of the Hub, such as org/name."
+        if not is_path:
+            way_out = (
+                f"Check the spelling, or, if it is an id of the Hub, leave the folder that has {path.parent} too."
+            )
+        raise ValueError(f"the {what} {name!r} is not here: there is no such file or folder. {way_out}")
+
+
 @contextmanager
 def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
+    check_path(name, "target")
     folder = Path(name)
     if gguf_file is None and folder.is_file():
         raise ValueError(
@@ -47,6 +69,12 @@ def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
     if gguf_file is not None and folder.is_dir() and not (folder / gguf_file).is_file():
         found = ", ".join(sorted(path.name for path in folder.glob("*.gguf")))
         raise ValueError(f"`gguf_file={gguf_file!r}` is not in {str(name)!r}, which has {found or 'no GGUF file'}.")
+    missing = [name for name in READERS if gguf_file is not None and importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(
+            f"`gguf_file={gguf_file!r}` needs {' and '.join(missing)}: `pip install 'hf-clover[gguf]'`, or in a clone "
+            '`pip install -c constraints.txt -e ".[gguf]"`.'
+        )
     try:
         yield
     except (ValueError, OSError, LookupError, TypeError, struct.error) as error:
@@ -59,4 +87,4 @@ def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
         ) from error
 
 
-__all__ = ["gguf_file_of", "load_target", "load_tokenizer"]
+__all__ = ["READERS", "check_path", "gguf_file_of", "load_target", "load_tokenizer"]

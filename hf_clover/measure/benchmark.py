@@ -9,8 +9,9 @@ figures. What is drawn from the figures, and how they get onto a screen, is not 
 Tokens per forward: tokens emitted for each target forward that a row took part in, the prompt's included. Mean
 accepted tokens, as Spec-Bench's leaderboard has them: the same without the prompt's forward and its token; the
 target's own token of each step, the bonus, counts in both. Speedup: tokens per second over those of plain generate in
-the same repeat; with packed weights, of heads over plain generate that has packed weights too. Efficiency: speedup
-over tokens per forward, 1 where drafting and checking cost nothing.
+the same repeat, with the same weights: of methods with packed weights over plain generate that has packed ones too,
+and beside it `speedup_over_unpacked`, over plain generate as it was. Efficiency: speedup over tokens per forward, 1
+where drafting and checking cost nothing.
 """
 
 import json
@@ -89,10 +90,19 @@ def measure(
         bar.update()
 
     def baseline(place: int) -> int:
-        """Plain generate with the same weights; of plain generate with packed ones, the other."""
-        of = methods[place]
-        mine = [at for at, other in enumerate(methods) if not other.options and other.target is of.target]
-        return mine[0] if mine and mine[0] not in skipped and of.options else 0
+        """Plain generate with the same weights."""
+        weights = methods[place].target
+        mine = [at for at, other in enumerate(methods) if not other.options and other.target is weights]
+        return mine[0] if mine and mine[0] not in skipped else 0
+
+    def with_speedups(mine: list[list[Run]], place: int, category: str | None = None) -> dict[str, Any]:
+        its, first = ([repeat[of] for repeat in runs[: len(mine)]] for of in (baseline(place), 0))
+        is_compared = temperature == 0 or methods[place].is_exact
+        figures = _figures(mine, its, differences[place], is_compared, category)
+        if methods[place].target is not None:
+            other = _figures(mine, first, [], False, category)
+            figures |= {f"speedup_over_unpacked{what}": other[f"speedup{what}"] for what in ("", "_range")}
+        return figures
 
     def rows(whole: int) -> list[dict[str, Any]]:
         """Of so many repeats, but of what there is of the first at least."""
@@ -102,15 +112,12 @@ def measure(
             if place in skipped:
                 found.append({**row, "skipped": skipped[place]})
                 continue
-            mine, its = ([repeat[of] for repeat in runs[: max(whole, 1)]] for of in (place, baseline(place)))
-            is_compared = temperature == 0 or method.is_exact
-            row |= _figures(mine, its, differences[place], is_compared)
+            mine = [repeat[place] for repeat in runs[: max(whole, 1)]]
+            row |= with_speedups(mine, place)
             row |= {"peak_memory_mib": peaks[place].get("mib"), "differences": differences[place], "skipped": None}
             categories = {run.category: None for run in mine[0]}
             if categories.keys() - {None}:
-                row["categories"] = {
-                    name: _figures(mine, its, differences[place], is_compared, name) for name in categories
-                }
+                row["categories"] = {name: with_speedups(mine, place, name) for name in categories}
             found.append(row)
         return found
 
@@ -138,7 +145,9 @@ def measure(
                 for place, run in of_turn.items():
                     if repeat == 0 and place and (temperature == 0 or methods[place].is_exact):
                         for row, position, margin in _differences(
-                            methods[place].target or target, run, of_turn[baseline(place)]
+                            methods[place].target or target,
+                            run,
+                            of_turn[baseline(place) if methods[place].options else 0],
                         ):
                             if (place, row) not in parted:
                                 lead = _number(margin) if temperature == 0 else None  # a sample is no preference

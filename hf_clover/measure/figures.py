@@ -16,6 +16,7 @@ KINDS = (
 )
 _SWEPT = {"batch_size": "batch size", "nodes": "drafted nodes per step", "temperature": "temperature"}
 _SETTING = ("batch_size", "temperature", "cache")
+PACKED = ", packed"  # behind the name of a method with packed weights
 _SPEED, _SPEEDUP = "tokens per second", "times plain generate"
 _PER_FORWARD, _EFFICIENCY = "tokens per forward", "speedup / tokens per forward"
 
@@ -58,6 +59,52 @@ def by_setting(rows: Iterable[Mapping[str, Any]]) -> list[tuple[dict[str, Any], 
     return [(dict(zip(_SETTING, values)), several) for values, several in settings.items()]
 
 
+def compared(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Each baseline, and the rows that are compared with it: all with plain generate as it was, and where weights were
+    packed too, what has packed ones with plain generate that has them."""
+    rows = list(rows)
+    packed = [row for row in rows if _is_packed(row)]
+    found = [("plain generate", [_over_unpacked(row, rows) for row in rows])]
+    if packed:
+        found.append(("plain generate with packed weights", [_over_own(row) for row in packed]))
+    return found
+
+
+def is_plain(row: Mapping[str, Any]) -> bool:
+    return row["method"] in ("plain", f"plain{PACKED}")
+
+
+def _is_packed(row: Mapping[str, Any]) -> bool:
+    return row["method"].endswith(PACKED)
+
+
+def _over_own(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Older results have plain generate with packed weights over plain generate without."""
+    return {**row, "speedup": 1.0, "speedup_range": [1.0, 1.0], "efficiency": 1.0} if is_plain(row) else row
+
+
+def _over_unpacked(row: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of a method with packed weights the speedup over plain generate without; what is over another is left out."""
+    if not _is_packed(row) or row.get("skipped"):
+        return row
+    alike = [r for r in rows if r["method"] == "plain" and all(r.get(name) == row.get(name) for name in _SETTING)]
+    over = {**row, **_speedup_over(row, alike[0] if alike else None)}
+    if row.get("categories"):
+        plain = (alike[0].get("categories") or {}) if alike else {}
+        parts = row["categories"].items()
+        over["categories"] = {name: {**part, **_speedup_over(part, plain.get(name))} for name, part in parts}
+    return over
+
+
+def _speedup_over(figures: Mapping[str, Any], plain: Mapping[str, Any] | None) -> dict[str, Any]:
+    if "speedup_over_unpacked" in figures:
+        speedup, spread = figures["speedup_over_unpacked"], figures["speedup_over_unpacked_range"]
+    else:  # older results
+        speedup = figures["tokens_per_second"] / plain["tokens_per_second"] if plain else None
+        spread = None
+    return {"speedup": speedup, "speedup_range": spread, "efficiency": None}
+
+
 def said_of(setting: Mapping[str, Any]) -> str:
     said = {
         "batch_size": lambda size: f"batch size {size}",
@@ -71,8 +118,8 @@ def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Speedup and tokens per forward of each setting, where questions have categories; first of all, then of each."""
     panels: list[dict[str, Any]] = []
     settings = by_setting(rows)
-    for setting, several in settings:
-        several = [row for row in several if row.get("categories") and row["method"] != "plain"]
+    for setting, baseline, several in [(setting, *of) for setting, its in settings for of in compared(its)]:
+        several = [row for row in several if row.get("categories") and not is_plain(row)]
         if not several:
             continue
         names = {name: f"{name} ({one['questions']})" for name, one in several[0]["categories"].items()}
@@ -88,8 +135,9 @@ def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 for row in several
             ]
         where = f", {said_of(setting)}" if len(settings) > 1 else ""
-        reference = {"y": 1.0, "label": "plain generate"}
-        one = {"kind": "dots", "title": f"Speedup by category{where}", "ylabel": _SPEEDUP, "reference": reference}
+        reference = {"y": 1.0, "label": baseline}
+        unit = f"times {baseline}"
+        one = {"kind": "dots", "title": f"Speedup by category{where}", "ylabel": unit, "reference": reference}
         other = {"kind": "dots", "title": f"Tokens per forward by category{where}", "ylabel": _PER_FORWARD}
         panels += [{**one, "series": series["speedup"]}, {**other, "series": series["tokens_per_forward"]}]
     return panels
@@ -135,12 +183,14 @@ def _series(rows: list[Mapping[str, Any]], label: str, xs: list[Any], name: str)
 def _bars(rows: list[Mapping[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
     """One setting: the methods side by side, where their time goes, and how deep the drafts are right."""
 
-    def panel(title: str, unit: str, name: str, **more: Any) -> dict[str, Any]:
-        series = [_series([row], label, [label], name) for row, label in zip(rows, labels)]
+    def panel(title: str, unit: str, name: str, of: Any = rows, **more: Any) -> dict[str, Any]:
+        shown = [(row, label) for row, label in zip(of, labels) if name != "efficiency" or not is_plain(row)]
+        series = [_series([row], label, [label], name) for row, label in shown or zip(of, labels)]
         return {"kind": "bars", "title": title, "ylabel": unit, "series": series, **more}
 
+    over_plain = compared(rows)[0][1]
     panels = [
-        panel("Speedup", _SPEEDUP, "speedup", reference={"y": 1.0, "label": "plain generate"}),
+        panel("Speedup", _SPEEDUP, "speedup", over_plain, reference={"y": 1.0, "label": "plain generate"}),
         panel("Tokens per forward of the target", _PER_FORWARD, "tokens_per_forward"),
         panel("Efficiency", _EFFICIENCY, "efficiency", reference={"y": 1.0, "label": "drafts cost nothing"}),
     ]
@@ -170,10 +220,10 @@ def _milliseconds(row: Mapping[str, Any], part: str) -> float | None:
 
 def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list[dict[str, Any]]:
     """Several batch sizes, tree sizes or temperatures: each quantity along them, a line per method."""
-    everywhere = _values(rows, swept)
+    everywhere, over_plain = _values(rows, swept), compared(rows)[0][1]
 
     def series(label: str, name: str) -> dict[str, Any]:
-        mine = [row for row, its in zip(rows, labels) if its == label]
+        mine = [row for row, its in zip(over_plain if name == "speedup" else rows, labels) if its == label]
         if all(row.get(swept) is None for row in mine):  # a method without it is as fast everywhere
             return {**_series(mine[:1] * 2, label, [min(everywhere), max(everywhere)], name), "dashed": True}
         mine = sorted((row for row in mine if row.get(swept) is not None), key=lambda row: row[swept])
@@ -186,6 +236,7 @@ def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list
 
     every = list(dict.fromkeys(labels))
     others = list(dict.fromkeys(label for row, label in zip(rows, labels) if row["method"] != "plain")) or every
+    drafted = list(dict.fromkeys(label for row, label in zip(rows, labels) if not is_plain(row))) or every
     return [
         panel("Speed", _SPEED, "tokens_per_second", every),
         panel("Speedup", _SPEEDUP, "speedup", others, reference={"y": 1.0, "label": "plain generate"}),
@@ -194,7 +245,7 @@ def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list
             "Efficiency",
             _EFFICIENCY,
             "efficiency",
-            others,
+            drafted,
             reference={"y": 1.0, "label": "drafts cost nothing"},
         ),
     ]
@@ -264,4 +315,4 @@ def _curve(log: list[Mapping[str, Any]], name: str, label: str) -> dict[str, Any
     return {"label": label, "x": list(values), "y": list(values.values())}
 
 
-__all__ = ["KINDS", "by_setting", "figure_of", "label_of", "said_of"]
+__all__ = ["KINDS", "PACKED", "by_setting", "compared", "figure_of", "is_plain", "label_of", "said_of"]

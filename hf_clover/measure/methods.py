@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..network.modeling_clover import CloverHeads
 from ..network.packing import pack_for_cpu
 from ..network.variants import CHOICES
+from .figures import PACKED
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses
 
@@ -66,7 +67,7 @@ def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
         options = method.options
         if method.heads is not None:
             options = {**options, "assistant_model": copies[method.heads]}
-        found.append(replace(method, name=f"{method.name}, packed", options=options, target=packed_target))
+        found.append(replace(method, name=method.name + PACKED, options=options, target=packed_target))
     return found
 
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..making.loading import check_path
+
 logger = logging.get_logger(__name__)
 
 # Ordinary code and prose, of many authors and subjects; every Python from 3.10 on has them.
@@ -64,11 +66,12 @@ def kind_of(prompt: Question | list[int]) -> tuple[str | None, int]:
     return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
 
 
-def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a text as it is, or of messages through the chat template, up to where the answer begins."""
+def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]], **options: Any) -> list[int]:
+    """Token ids of a text as it is, or of messages through the chat template with its `options`, up to where the
+    answer begins."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **options)["input_ids"]
 
 
 def pad_id_of(tokenizer: Any) -> int | None:
@@ -94,6 +97,7 @@ def load_questions(
         limit: of all of them, one of each category in turn.
         per_category: of each category.
     """
+    check_path(name, "dataset")
     if name == STAND_IN:
         prompts = [tokenizer(text).input_ids for text in islice(function_starts(), limit)]
     elif Path(name).suffix == ".txt":

@@ -1,8 +1,8 @@
 """A benchmark's result on a screen.
 
-Contract: `table_of` turns rows of the benchmark's JSON into a table of rich, `category_tables_of` makes one by
-category of each setting whose questions have any, and `notes_of` says under them what a table cannot hold. Nothing
-is computed here but shares of the time.
+Contract: `tables_of` turns rows of the benchmark's JSON into tables of rich, `category_tables_of` makes those by
+category of each setting whose questions have any, and `notes_of` says under them what a table cannot hold. All rows of
+a table are compared with one baseline, which its title names. Nothing is computed here but shares of the time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,19 +11,22 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .figures import by_setting, label_of, said_of
+from .figures import by_setting, compared, is_plain, label_of, said_of
 
 _SETTINGS = {"nodes": "nodes", "tree": "tree", "batch_size": "batch", "temperature": "temperature", "cache": "cache"}
 _PARTS = ("draft", "verify", "walk", "other")
 
 
-def table_of(result: Mapping[str, Any]) -> Table:
+def tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
+    """One for each baseline."""
+    for baseline, rows in compared(result["rows"]):
+        yield _table_of(rows, f"{setting_of(result)}; speedup over {baseline}")
+
+
+def _table_of(rows: list[Mapping[str, Any]], title: str) -> Table:
     """Methods below each other; of the settings only those that vary have a column."""
-    rows = result["rows"]
     varying = [name for name in _SETTINGS if len({row[name] for row in rows}) > 1]
-    table = Table(
-        title=setting_of(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", no_wrap=True)
     for name in varying:
         table.add_column(_SETTINGS[name], justify="right")
@@ -37,11 +40,11 @@ def table_of(result: Mapping[str, Any]) -> Table:
     ):
         table.add_column(name, justify="right", overflow="fold")
     for previous, row in zip([None, *rows], rows):
-        if previous is not None and row["method"] == "plain":
+        if previous is not None and row["method"] == rows[0]["method"]:
             table.add_section()
         settings = [_setting(name, row) for name in varying]
         figures = ["skipped", *[""] * 5] if row["skipped"] else _figures(row)
-        style = "dim" if row["method"] == "plain" or row["skipped"] else None
+        style = "dim" if is_plain(row) or row["skipped"] else None
         table.add_row(row["method"], *settings, *figures, style=style)
     return table
 
@@ -60,17 +63,18 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
         shares = "/".join(f"{100 * seconds[part] / sum(seconds.values()):.0f}" for part in _PARTS)
     identical = {True: "[green]yes[/]", False: "[red]no[/]", None: "–"}[row["identical"]]
     figures = [f"{row['tokens_per_second']:.1f}{spread}", f"{row['tokens_per_forward']:.2f}"]
-    figures += [f"[bold]{row['speedup']:.2f}x[/]", f"{row['efficiency']:.2f}"]
+    efficiency = "" if is_plain(row) or row["efficiency"] is None else f"{row['efficiency']:.2f}"
+    figures += ["–" if row["speedup"] is None else f"[bold]{row['speedup']:.2f}x[/]", efficiency]
     return [*figures, shares, "" if row["method"] == "plain" else identical]
 
 
 def category_tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
-    """One for each setting: categories below each other, methods beside each other."""
-    for setting, rows in by_setting(result["rows"]):
-        rows = [row for row in rows if row.get("categories") and row["method"] != "plain"]
+    """One for each setting and baseline: categories below each other, methods beside each other."""
+    for setting, baseline, rows in [(of, *its) for of, all_ in by_setting(result["rows"]) for its in compared(all_)]:
+        rows = [row for row in rows if row.get("categories") and not is_plain(row)]
         if not rows:
             continue
-        title = f"By category: speedup and tokens per forward, {said_of(setting)}"
+        title = f"By category: speedup over {baseline} and tokens per forward, {said_of(setting)}"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("category", no_wrap=True)
         table.add_column("ques-\ntions", justify="right")
@@ -85,7 +89,8 @@ def category_tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
 
 def _pair(figures: Mapping[str, Any]) -> str:
     mark = "[red]≠[/]" if figures["identical"] is False else ""
-    return f"{mark}[bold]{figures['speedup']:.2f}x[/] {figures['tokens_per_forward']:.2f}"
+    speedup = "–" if figures["speedup"] is None else f"{figures['speedup']:.2f}x"
+    return f"{mark}[bold]{speedup}[/] {figures['tokens_per_forward']:.2f}"
 
 
 def notes_of(result: Mapping[str, Any]) -> Iterator[str]:
@@ -131,4 +136,4 @@ def setting_of(result: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-__all__ = ["category_tables_of", "notes_of", "setting_of", "table_of"]
+__all__ = ["category_tables_of", "notes_of", "setting_of", "tables_of"]

@@ -17,7 +17,13 @@ from transformers import PreTrainedModel
 def check_checkpoint(model: PreTrainedModel, files: Sequence[str], source: Any) -> None:
     """`model` may be on the meta device, since nothing is loaded yet; `source` is what the user called it."""
     homes, found = {}, {}
+    folder = os.path.join(os.path.abspath(source), "") if os.path.isdir(source) else ""
     for file in files:
+        if not os.path.abspath(file).startswith(folder):  # links, as in the Hub's cache, may lead anywhere
+            raise ValueError(
+                f"`{source}` names the weights {file!r}, which lie outside of it. Its model.safetensors.index.json "
+                "may name files of its own folder only: save or download it again."
+            )
         if not file.endswith(".safetensors"):
             raise ValueError(
                 f"`{source}` keeps its weights in {os.path.basename(file)!r}, and only safetensors is read. Convert "

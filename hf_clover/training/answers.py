@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,7 @@ from ..hub.push import write_results
 from ..making.loading import gguf_file_of
 from ..measure.prompts import prompt_ids
 from ..measure.provenance import provenance
+from ..measure.whole_files import not_written, write_whole, writing_whole
 from .row_by_row import decode, own_random_numbers, own_seed
 from .storage import claim
 
@@ -258,7 +260,7 @@ def _collect(folder: Path, progress: Path, settings: dict[str, Any]) -> None:
     answers = {line["index"]: line for line in _read_lines(progress.glob("answers-*.jsonl"))}
     failed = {line["index"]: line for line in _read_lines(progress.glob("errors-*.jsonl"))}
     errors = [failed[index] for index in sorted(failed.keys() - answers.keys())]
-    (folder / "errors.jsonl").write_text("".join(json.dumps(line) + "\n" for line in errors))
+    write_whole(folder / "errors.jsonl", "".join(json.dumps(line) + "\n" for line in errors))
     if errors:
         logger.warning(
             f"{len(errors)} of {len(errors) + len(answers)} samples failed, the first with {errors[0]['error']!r}. "
@@ -273,7 +275,8 @@ def _collect(folder: Path, progress: Path, settings: dict[str, Any]) -> None:
         is_text = isinstance(prompt, str)
         message = [{"role": "assistant", "content": completion}]
         rows.append({"prompt": prompt, "completion": completion if is_text else message})
-    Dataset.from_list(rows).to_parquet(str(folder / DATA_FILE))
+    with writing_whole(folder / DATA_FILE) as unfinished:
+        Dataset.from_list(rows).to_parquet(str(unfinished))
     counts = {"samples": len(answers), "failed": len(errors)}
     made = {"model": settings["model"], **counts, "settings": settings, **provenance()}
     write_results(folder, regeneration=made)
@@ -291,8 +294,13 @@ def _claim(note: Path, dataset: Dataset, settings: dict[str, Any]) -> None:
 
 def _write_line(file: Any, **line: Any) -> None:
     # The break first, so that what a killed run left half-written stays alone.
-    file.write("\n" + json.dumps(line, default=str))
-    file.flush()
+    try:
+        file.write("\n" + json.dumps(line, default=str))
+        file.flush()
+    except OSError as error:
+        with suppress(OSError):  # it tries once more
+            file.close()
+        raise not_written(file.name, error) from error
 
 
 def _read_lines(files: Iterable[Path]) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..making.loading import check_path
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import unwrap
 from .config import WITH_MUON, CloverTrainingConfig
@@ -42,6 +43,22 @@ def refuse_arguments(given: dict[str, Any]) -> None:
             raise ValueError(f"`{name}` is SFTTrainer's and does not apply here: {_REFUSED_ARGUMENTS[name]}.")
 
 
+def checked_teacher(teacher_model: "nn.Module | str | None", model: Any) -> "nn.Module | str":
+    """`teacher_model`, which must be there."""
+    if teacher_model is not None:
+        return teacher_model
+    required = "`teacher_model` is required: the target that the heads are for, or its name or path."
+    if isinstance(model, str):
+        required += f" `model={model!r}` names heads to go on with: if it is the target, pass it as `teacher_model`."
+    elif model is not None and not _are_heads(model):
+        required += f" Here the target was passed as `model`, a `{type(model).__name__}`: pass it as `teacher_model`."
+    raise ValueError(required)
+
+
+def _are_heads(model: Any) -> bool:
+    return getattr(getattr(unwrap(model), "config", None), "model_type", None) == "clover"
+
+
 def name_of(model: "nn.Module | str") -> str:
     return model if isinstance(model, str) else getattr(unwrap(model).config, "name_or_path", "") or "target"
 
@@ -53,9 +70,10 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
     if model is None:
         model = CloverHeads.from_target(teacher_model, **options)
     elif isinstance(model, str):
+        check_path(model, "heads")
         with loading_whole(args):
             model = CloverHeads.from_pretrained(model, **{"dtype": torch.float32, **options})
-    elif getattr(getattr(unwrap(model), "config", None), "model_type", None) != "clover":
+    elif not _are_heads(model):
         raise TypeError(
             f"`model` must be Clover heads, their path, or None, not a `{type(unwrap(model)).__name__}`. The target "
             "goes to `teacher_model`."
@@ -166,6 +184,7 @@ __all__ = [
     "as_sft",
     "check_optimizer",
     "check_parallelism",
+    "checked_teacher",
     "follow_recipe",
     "for_heads",
     "make_heads",

@@ -4,11 +4,13 @@ Contract: `AcceptanceCallback` knows `generate(assistant_model=heads)` and what 
 signals, `KeepSpecialTokens` two configs; all act through transformers' callback events and none knows losses or data.
 """
 
+import json
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +22,14 @@ from transformers.utils import logging
 from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
 from ..network.target_parts import special_tokens_of, unwrap
-from .data import prompts_of
+from .data import prompt_of, prompts_of
 
 if TYPE_CHECKING:
     from .trainer import CloverTrainer
 
 logger = logging.get_logger(__name__)
 
+SAMPLES = 1000  # that are looked at for prompts
 NODES = 24  # of a tree, where the heads' own `generation_config` leaves the number open
 OPEN, CLOSE = "⟦", "⟧"  # around drafted tokens that the target accepted
 
@@ -51,8 +54,10 @@ class AcceptanceCallback(TrainerCallback):
         trainer ([`CloverTrainer`]):
             Trainer to which the callback will be attached.
         prompts (list of texts, of lists of messages, or of lists of token ids, *optional*):
-            What to continue. If not provided, prompts are taken from the trainer's evaluation dataset: what stands
-            before the first token to learn, or the first quarter of a sample where everything is to be learned.
+            What to continue. If not provided, prompts are taken from the trainer's evaluation dataset, as a user would
+            send them: `prompt`, or the messages before the first answer, through the chat template. Of samples that
+            are text or token ids it is what stands before the first token to learn, or the first quarter where
+            everything is to be learned, with a warning. Prompts of more than `args.max_length` tokens are left out.
         num_prompts (`int`, *optional*, defaults to `8`):
             The number of prompts to generate from.
         max_new_tokens (`int`, *optional*, defaults to `64`):
@@ -76,14 +81,29 @@ class AcceptanceCallback(TrainerCallback):
             )
         self.trainer, self.max_new_tokens, self.freq = trainer, max_new_tokens, freq
         if prompts is None:
-            dataset = trainer.eval_dataset
-            dataset = next(iter(dataset.values())) if isinstance(dataset, dict) else dataset
+            sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"eval": trainer.eval_dataset}
+            name, dataset = next(iter(sets.items()))
             if dataset is None:
                 raise ValueError("AcceptanceCallback has nothing to continue: pass `prompts`, or an `eval_dataset`.")
-            self.prompts = prompts_of(dataset, num_prompts)
+            sent = self._as_sent(trainer.untokenized.get(name, ()))
+            self.prompts = list(islice(sent, num_prompts)) or prompts_of(dataset, num_prompts)
         else:
             self.prompts = [self._token_ids(prompt) for prompt in prompts[:num_prompts]]
         self._measured_at, self._measured = -1, dict[str, float]()
+
+    def _as_sent(self, samples: Iterable[dict[str, Any]]) -> Iterator[list[int]]:
+        trainer = self.trainer
+        for sample in islice(samples, SAMPLES):
+            prompt, tools = prompt_of(sample), sample.get("tools")
+            if prompt is not None:
+                options = {
+                    "chat_template": trainer.chat_template,
+                    "tools": json.loads(tools) if isinstance(tools, str) else tools,
+                    **(sample.get("chat_template_kwargs") or {}),
+                }
+                ids = prompt_ids(trainer.processing_class, prompt, **options)
+                if trainer.args.max_length is None or len(ids) <= trainer.args.max_length:
+                    yield ids
 
     def _token_ids(self, prompt: Any) -> list[int]:
         is_text = isinstance(prompt, str) or isinstance(prompt[0], dict)

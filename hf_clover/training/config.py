@@ -110,6 +110,10 @@ class CloverTrainingConfig(SFTConfig):
     gradient_checkpointing: bool | None = field(  # type: ignore[assignment]
         default=None, metadata={"help": "Not available for heads."}
     )
+    label_smoothing_factor: float = field(default=0.0, metadata={"help": "Not available for heads."})
+    neftune_noise_alpha: float | None = field(default=None, metadata={"help": "Not available for heads."})
+    use_liger_kernel: bool = field(default=False, metadata={"help": "Not available for heads."})
+    router_aux_loss_coef: float | None = field(default=None, metadata={"help": "Not available for heads."})
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None,
         metadata={

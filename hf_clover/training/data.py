@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from datasets import Dataset, IterableDataset
 from transformers.utils import logging
+from trl import maybe_convert_to_chatml
 
+from ..making.loading import check_path
 from ..network.modeling_clover import CloverHeads
 
 logger = logging.get_logger(__name__)
@@ -25,6 +27,7 @@ STREAM_SAMPLE = 10_000  # samples of a streaming dataset that are counted for th
 
 def source_of(dataset: str) -> dict[str, str]:
     """What `load_dataset` takes for a dataset of the Hub, a folder of files, or one file."""
+    check_path(dataset, "dataset")
     place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
     if place.is_file():
         return {"path": str(place.parent), "data_files": place.name}
@@ -110,15 +113,36 @@ def set_draft_vocabulary(heads: CloverHeads, ids: torch.Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ prompts
 
 
+def prompt_of(sample: dict[str, Any]) -> str | list[dict[str, Any]] | None:
+    """What a user would send, of a sample that is not tokenised: `prompt`, or the messages before the first answer."""
+    sample = maybe_convert_to_chatml(sample)
+    if sample.get("prompt"):
+        return sample["prompt"]
+    messages = sample.get("messages")
+    if not messages or not isinstance(messages, list):
+        return None
+    roles = [message["role"] for message in messages]
+    if "user" not in roles:
+        return None
+    asked = roles.index("user")
+    return messages[: roles.index("assistant", asked) if "assistant" in roles[asked:] else None]
+
+
 def prompts_of(dataset: Dataset | IterableDataset, count: int) -> list[list[int]]:
     """Token ids to continue, from tokenised samples: what stands before the first label, or else the first quarter."""
-    prompts = []
+    prompts, are_cut = [], False
     for sample in islice(dataset, count):
         ids, labels = sample["input_ids"], sample["labels"]
         if "seq_lengths" in sample:
             ids, labels = ids[: sample["seq_lengths"][0]], labels[: sample["seq_lengths"][0]]
         unlabelled = next((place for place, label in enumerate(labels) if label != -100), len(labels))
+        are_cut |= unlabelled <= 1
         prompts.append(list(ids[: unlabelled if unlabelled > 1 else max(len(ids) // 4, 1)]))
+    if are_cut:
+        logger.warning(
+            "`eval_dataset` does not say what was asked and what was answered: AcceptanceCallback continues the first "
+            "quarter of each sample; pass `prompts` for figures of what users send."
+        )
     return prompts
 
 
@@ -128,6 +152,7 @@ __all__ = [
     "count_tokens",
     "drop_short_samples",
     "most_frequent",
+    "prompt_of",
     "prompts_of",
     "set_draft_vocabulary",
     "share_covered",

@@ -5,8 +5,10 @@ Contract: arguments in, trained heads in `output_dir` out. All arguments are fie
 knows how to read arguments and where things come from; what is done with them is the trainer's.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
@@ -15,6 +17,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_qu
 from .callbacks import AcceptanceCallback
 from .config import CloverTrainingConfig
 from .data import source_of
+from .storage import WEIGHTS
 from .trainer import CloverTrainer
 
 
@@ -26,6 +29,20 @@ class TargetModelConfig(ModelConfig):
     like say how the target is loaded.
     """
 
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Heads to go on with (a Hub id or a folder). Default: new ones."}
+    )
+    model_revision: str = field(default="main", metadata={"help": "The revision of those heads."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "The attention of the target."})
+    use_peft: bool = field(
+        default=False, metadata={"help": "Train a LoRA adapter on the heads of `model_name_or_path`, not the heads."}
+    )
+    load_in_8bit: bool = field(
+        default=False, metadata={"help": "Load the target in 8 bits. It is frozen, and needs no LoRA for that."}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Load the target in 4 bits. It is frozen, and needs no LoRA for that."}
+    )
     dtype: str | None = field(
         default="auto",
         metadata={
@@ -73,9 +90,12 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTr
     if trainer.was_interrupted:
         trainer.accelerator.print("Interrupted. Go on with the same arguments and `--resume_from_checkpoint true`.")
         return trainer
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    trainer.accelerator.print(f"Heads saved to {training_args.output_dir}.")
+    if trainer.is_over and any(os.path.exists(os.path.join(training_args.output_dir, name)) for name in WEIGHTS):
+        trainer.accelerator.print(f"The run was over: the heads in {training_args.output_dir} are as they were.")
+    else:
+        trainer.save_model(training_args.output_dir)
+        trainer.create_model_card(dataset_name=script_args.dataset_name)
+        trainer.accelerator.print(f"Heads saved to {training_args.output_dir}.")
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
         trainer.accelerator.print(f"Heads pushed to https://huggingface.co/{trainer.hub_model_id}.")
@@ -87,7 +107,14 @@ def _split(dataset: DatasetDict | IterableDatasetDict, args: ScriptArguments, na
     """The one that the argument `name` names."""
     split = getattr(args, name)
     if split not in dataset:
-        otherwise = ", or pass `--eval_strategy no`" if name == "dataset_test_split" else ""
+        is_test = name == "dataset_test_split"
+        if is_test and list(dataset) == [args.dataset_train_split]:
+            only, kind = args.dataset_train_split, Path(str(args.dataset_name)).suffix or ".jsonl"
+            raise ValueError(
+                f"`{name}={split!r}`: {args.dataset_name!r} has {only!r} alone. Put its evaluation data beside it in "
+                f"a folder, as {only}{kind} and {split}{kind}, and pass the folder; or pass `--eval_strategy no`."
+            )
+        otherwise = ", or pass `--eval_strategy no`" if is_test else ""
         raise ValueError(f"`{name}={split!r}`: {args.dataset_name!r} has {sorted(dataset)}; name one{otherwise}.")
     return dataset[split]
 

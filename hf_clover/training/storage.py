@@ -36,9 +36,27 @@ RANDOM = "rng_state*.pth"
 class WholeCheckpoints(_Trainer):
     """What a `Trainer` that inherits from this does before it reads a checkpoint, and when it cannot write one."""
 
+    is_over = False  # whether the last `train` was to go on from a checkpoint that has all steps already
+    _checkpoint: Path | None = None
+
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args)
+        self.is_over = False
+        self._checkpoint = None if checkpoint is None or isinstance(checkpoint, bool) else Path(checkpoint)
         return super().train(checkpoint, *args, **kwargs)  # type: ignore[arg-type]  # any path will do
+
+    def set_initial_training_values(self, *args: Any) -> tuple[Any, ...]:
+        """As [`~transformers.Trainer.set_initial_training_values`], with no epochs where no step is left: that the
+        last one was made is looked at only after another."""
+        num_train_epochs, *others, max_steps = super().set_initial_training_values(*args)
+        steps = 0 if self._checkpoint is None else json.loads((self._checkpoint / STATE).read_text())["global_step"]
+        self.is_over = 0 < max_steps <= steps
+        if self.is_over and self._checkpoint is not None:
+            logger.warning(
+                f"The run is over: {self._checkpoint.name} has all {max_steps} steps. Nothing is trained; for more, "
+                "raise `max_steps` or `num_train_epochs`."
+            )
+        return (0 if self.is_over else num_train_epochs, *others, max_steps)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -134,6 +152,8 @@ def _damage(file: Path) -> str | None:
             if not content:
                 return "it is empty"
             for shard in sorted(set(content.get("weight_map", {}).values())):  # of an index
+                if Path(shard).name != shard:
+                    raise ValueError(f"it names {shard!r}, which is no file of its folder")
                 with safe_open(file.parent / shard, framework="pt"):
                     pass
         elif file.suffix == ".safetensors":

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from trl import SFTTrainer
 
 from ..decoding.private_api import require
-from ..hub.push import push_folder, write_card, write_results
+from ..hub.push import asking_the_hub, push_folder, write_card, write_results
 from ..making.loading import gguf_file_of, load_tokenizer
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import unwrap
@@ -33,6 +33,7 @@ from .arguments import (
     as_sft,
     check_optimizer,
     check_parallelism,
+    checked_teacher,
     follow_recipe,
     for_heads,
     make_heads,
@@ -136,8 +137,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         **refused: Any,
     ) -> None:
         refuse_arguments(refused)
-        if teacher_model is None:
-            raise ValueError("`teacher_model` is required: the target that the heads are for, or its name or path.")
+        teacher_model = checked_teacher(teacher_model, model)
         args = args or CloverTrainingConfig(f"{name_of(teacher_model).split('/')[-1]}-Clover")
         if not isinstance(args, CloverTrainingConfig):
             raise TypeError(f"`args` must be a `CloverTrainingConfig`, not a `{type(args).__name__}`.")
@@ -160,6 +160,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if peft_config is not None:
             peft_config = for_heads(peft_config, args)
         self._stop_on_interrupt = StopOnInterrupt()
+        self.untokenized: dict[str, Dataset | IterableDataset] = {}  # "eval", or the names of several
 
         with as_sft(args):
             super().__init__(
@@ -255,6 +256,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         _, training_args, packing, formatting_func, name = args
         check_columns(dataset, name, training_args.dataset_text_field, formatting_func)
+        if name != "train":
+            self.untokenized.setdefault(name, dataset)
         dataset = super()._prepare_dataset(dataset, *args)
         if not packing:
             dataset = drop_short_samples(dataset)
@@ -367,6 +370,8 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 before = (line["num_tokens"] for line in reversed(self.state.log_history) if "num_tokens" in line)
                 self._total_train_tokens = int(next(before, 0))
             self._total_train_tokens += num_tokens
+        if self.is_over and "train_runtime" in logs:
+            return  # of no step
         if metrics:
             metrics["num_tokens"] = float(self._total_train_tokens)
         self._metrics[mode].update({name: [value] for name, value in metrics.items()})
@@ -385,11 +390,20 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         """Write the results so far and a card of them to `args.output_dir`."""
         if not self.is_world_process_zero():
             return
+        about = self._about(dataset_name, tags)
+        write_results(self.args.output_dir, **about.pop("results"))
+        write_card(self.args.output_dir, repo_id=self.hub_model_id or model_name, **about)
+
+    def _about(self, dataset_name: str | None = None, tags: str | list[str] | None = None) -> dict[str, Any]:
+        """What a card is made of, beside the folder."""
         given = [tags] if isinstance(tags, str) else list(tags or ())
         results = results_of(self.args, self.state, self._total_train_tokens, dataset_name)
-        write_results(self.args.output_dir, **results)
-        repo_id = self.hub_model_id or model_name
-        write_card(self.args.output_dir, self.heads, repo_id=repo_id, tags=sorted({*self._tag_names, *given}))
+        return {"heads": self.heads, "results": results, "tags": sorted({*self._tag_names, *given})}
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """As [`~transformers.Trainer.init_hf_repo`], and where no Hub answers, it is said in a sentence."""
+        with asking_the_hub("The repository of `hub_model_id` could not be made."):
+            super().init_hf_repo(*args, **kwargs)
 
     def push_to_hub(  # type: ignore[override]  # None comes of all processes but the first
         self,
@@ -398,27 +412,30 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         token: str | None = None,
         revision: str | None = None,
         private: bool | None = None,
-        **kwargs: Any,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
     ) -> CommitInfo | None:
         """Save the heads (or the adapter) and push them with their card, results and code to `args.hub_model_id`, in
-        one commit. `blocking` is always true; the others are as for [`~transformers.Trainer.push_to_hub`].
+        one commit. Card and results in `args.output_dir` change when the push went through. `blocking` is always true;
+        the others are as for [`~transformers.Trainer.push_to_hub`] and for `create_model_card`.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        token = token or self.args.hub_token
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        self.create_model_card(**kwargs)
-        return push_folder(
-            self.args.output_dir,
-            self.hub_model_id,  # type: ignore[arg-type]  # which `init_hf_repo` has set
+        folder = os.path.abspath(self.args.output_dir)
+        commit = push_folder(
+            folder,
+            self.hub_model_id or self.args.hub_model_id or model_name or os.path.basename(folder),
             private=self.args.hub_private_repo if private is None else private,
-            token=token,
+            token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
             commit_message=commit_message,
+            **self._about(dataset_name, tags),
         )
+        self.hub_model_id = commit.repo_url.repo_id  # type: ignore[assignment]  # transformers begins with None
+        return commit
 
 
 __all__ = ["CloverTrainer"]

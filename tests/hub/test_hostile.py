@@ -180,6 +180,21 @@ def test_shards_are_checked_together(saved, tmp_path):
         AutoModel.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_weights_outside_the_folder_are_not_read(is_absolute, folder):
+    outside = Path(shutil.move(folder / "model.safetensors", folder.parent / "outside.safetensors"))
+    name = str(outside) if is_absolute else "../outside.safetensors"
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(outside), name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names the weights '.*outside.safetensors', which lie outside.*save or d"):
+        AutoModel.from_pretrained(folder)
+
+
+def test_a_folder_by_way_of_another(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    AutoModel.from_pretrained(Path("..") / folder.name)
+
+
 def test_a_pickle_is_read_only_on_request(folder):
     expected = AutoModel.from_pretrained(folder).state_dict()
     torch.save(expected, folder / "pytorch_model.bin")

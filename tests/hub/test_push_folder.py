@@ -131,6 +131,59 @@ def test_an_adapter_on_which_peft_left_its_form(hub, push, folders, repo, tmp_pa
     assert b"base_model: org/clover-heads" in files["README.md"]
 
 
+# ---------------------------------------------------------------------- what the folder is like afterwards
+
+
+NOBODY = "http://127.0.0.1:9"  # where no Hub answers
+
+
+def test_the_folder_has_the_card_that_was_pushed(hub, push, folder, repo):
+    push(folder, repo)
+    assert hub.repositories[repo].files()["README.md"] == (folder / "README.md").read_bytes()
+    assert f'from_pretrained("{repo}")' in (folder / "README.md").read_text()
+
+
+def test_a_push_that_fails_changes_nothing_here(folders, client, tmp_path):
+    for name, kind in (("heads", folders.heads), ("adapter", folders.adapter)):
+        folder = Path(shutil.copytree(kind, tmp_path / name))
+        shutil.rmtree(folder / "custom_generate", ignore_errors=True)
+        before = files_in(folder)
+        done = client(PUSH.format(str(folder), "me/x", {}), fails=True, HF_ENDPOINT=NOBODY)
+        assert f"ConnectionError: the Hub at {NOBODY} does not answer" in done.stderr
+        assert "Nothing was pushed to 'me/x', and nothing has changed in" in done.stderr
+        assert files_in(folder) == before
+
+
+def command(environment: dict[str, str], *words: str, **changes: str) -> subprocess.CompletedProcess:
+    code = "from hf_clover.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment | changes, capture_output=True, text=True, timeout=180
+    )
+
+
+def test_the_command_says_in_a_line_that_no_hub_answers(environment, folder):
+    before = files_in(folder)
+    done = command(environment, "push", str(folder), "me/x", HF_ENDPOINT=NOBODY)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"hf-clover: the Hub at {NOBODY} does not answer")
+    assert len(done.stderr.splitlines()) == 1
+    assert files_in(folder) == before
+
+
+def test_a_dry_run_shows_the_files_and_the_card(environment, hub, push, folder, repo):
+    before, asked = files_in(folder), len(hub.requests)
+    done = command(environment, "push", str(folder), repo, "--subfolder", "heads", "--dry-run", HF_ENDPOINT=NOBODY)
+    assert done.returncode == 0, done.stderr
+    files, card = done.stdout.split("\nheads/README.md, ", 1)
+    assert f"Would go to {repo}:" in files
+    said = {line.split()[0] for line in files.splitlines()[1:] if line}
+    assert f'from_pretrained("{repo}", subfolder="heads")' in card
+    assert (files_in(folder), len(hub.requests)) == (before, asked)
+    push(folder, repo, subfolder="heads")
+    assert set(hub.repositories[repo].files()) == {*said, ".gitattributes"}
+    assert hub.repositories[repo].files()["heads/README.md"].decode() == card.split("\n\n", 1)[1]
+
+
 # ---------------------------------------------------------------------- what is wrong with the folder, said first
 
 

@@ -37,3 +37,17 @@ def test_a_trained_repository(hub, client, folders):
     everything = b"".join(files.values()) + (done.stdout + done.stderr).encode()
     assert TOKEN.encode() not in everything
     assert str(folders.target).encode() not in b"".join(files.values())
+
+
+def test_without_a_hub_the_card_stays(client, folders, tmp_path):
+    code = TRAIN.format(token=TOKEN, target=str(folders.target))
+    code = code.replace('"trained", hub', f"{str(tmp_path)!r}, hub")
+    written = "trainer.save_model()\ntrainer.create_model_card(model_name='mine')\n"
+    code = code.replace("trainer.push_to_hub(", f"{written}trainer.hub_model_id = None\ntrainer.push_to_hub(")
+    done = client(code, fails=True, HF_TOKEN=None, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "ConnectionError: the Hub at http://127.0.0.1:9 does not answer" in done.stderr
+    assert 'from_pretrained("mine")' in (tmp_path / "README.md").read_text()
+    assert "datasets" not in json.loads((tmp_path / "clover_results.json").read_text())["training"]
+    code = code.replace('hub_model_id="org/trained"', 'push_to_hub=True, hub_model_id="org/trained"')
+    done = client(code, fails=True, HF_TOKEN=None, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "ConnectionError: the Hub at http://127.0.0.1:9 does not answer" in done.stderr, "before training"

@@ -113,6 +113,58 @@ def test_the_marked_tokens_are_the_drafted_ones(tmp_path: Path) -> None:
     assert marked == "w1 w2 w3⟦ w4 w5⟧ w6 w7"
 
 
+SENT = [{"role": "user", "content": "w1 w2 w3 w4 w5 w6 w7 w8"}]
+ANSWERED = [{"role": "assistant", "content": "w9 w10"}, {"role": "user", "content": "w11"}]
+AS_SENT = "<s> user w1 w2 w3 w4 w5 w6 w7 w8 </s> <s> assistant"
+FORMS = {
+    "messages": ({"messages": [*SENT, *ANSWERED]}, AS_SENT),
+    "an instruction first": (
+        {"messages": [{"role": "system", "content": "w12"}, *SENT, *ANSWERED]},
+        f"<s> system w12 </s> {AS_SENT}",
+    ),
+    "a greeting first": (
+        {"messages": [ANSWERED[0], *SENT, *ANSWERED]},
+        f"<s> assistant w9 w10 </s> {AS_SENT}",
+    ),
+    "conversations": (
+        {"conversations": [{"from": "user", "value": SENT[0]["content"]}, {"from": "assistant", "value": "w9"}]},
+        AS_SENT,
+    ),
+    "messages and a completion": ({"prompt": SENT, "completion": ANSWERED[:1]}, AS_SENT),
+    "text and a completion": ({"prompt": "w1 w2 w3 w4", "completion": " w5"}, "w1 w2 w3 w4"),
+}
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_are_what_a_user_would_send(
+    form: str, packing: bool, tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    sample, text = FORMS[form]
+    data = Dataset.from_list([sample] * 3)
+    trainer = make_trainer(tmp_path, make_target(), data, options={"eval_dataset": data}, packing=packing)
+    callback = AcceptanceCallback(trainer, num_prompts=2)
+    assert [trainer.processing_class.decode(prompt) for prompt in callback.prompts] == [text] * 2
+    assert "AcceptanceCallback" not in transformers_log.text
+
+
+def test_where_no_prompt_can_be_told_it_is_said(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
+    texts = Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6 w7"] * 3})
+    trainer = make_trainer(tmp_path, make_target(), texts, options={"eval_dataset": texts})
+    callback = AcceptanceCallback(trainer)
+    assert [trainer.processing_class.decode(prompt) for prompt in callback.prompts] == ["w1 w2"] * 3
+    assert "`eval_dataset` does not say what was asked and what was answered" in transformers_log.text
+    assert "AcceptanceCallback continues the first quarter of each sample; pass `prompts`" in transformers_log.text
+
+
+def test_prompts_that_are_longer_than_training_are_left_out(tmp_path: Path) -> None:
+    short = [{"role": "user", "content": "w1"}, *ANSWERED]
+    data = Dataset.from_dict({"messages": [[*SENT, *ANSWERED], short, [*SENT, *ANSWERED], short]})
+    trainer = make_trainer(tmp_path, make_target(), data, options={"eval_dataset": {"own": data}}, max_length=10)
+    prompts = AcceptanceCallback(trainer).prompts
+    assert [trainer.processing_class.decode(prompt) for prompt in prompts] == ["<s> user w1 </s> <s> assistant"] * 2
+
+
 def test_prompts_are_needed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass `prompts`, or an `eval_dataset`"):
         AcceptanceCallback(make_trainer(tmp_path, make_target()))

@@ -6,15 +6,18 @@ A disk is full for a process where the size of its files is limited: writing pas
 import errno
 import json
 import os
+import random
 import resource
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from test_resume import SignalAt, assert_equal_runs, make_run
 from tiny import make_target, make_trainer
@@ -22,6 +25,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_clover import CloverHeads
 from hf_clover.measure.whole_files import write_whole
+from hf_clover.training import regenerate
 from hf_clover.training.storage import checkpoints_in, what_is_broken
 
 pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
@@ -171,6 +175,45 @@ def test_a_note_is_whole_or_as_it_was(tmp_path: Path) -> None:
     assert note.read_text() == "new"
 
 
+class Random:
+    """Answers that do not pack well; the disk is full after the last."""
+
+    settings = {"model": "random"}
+
+    def __init__(self, fails_on: int | None = None, full_after: int | None = None) -> None:
+        self.fails_on, self.full_after = fails_on, full_after
+
+    def __call__(self, prompts: list[str]) -> Iterator[tuple[int, str | Exception]]:
+        for place, prompt in enumerate(prompts):
+            text = random.Random(prompt).randbytes(2048).hex()
+            yield place, ValueError("too hard") if int(prompt[1:]) == self.fails_on else text
+            if place == self.full_after:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+
+
+def test_a_full_disk_while_answers_are_collected(tmp_path: Path) -> None:
+    prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
+    regenerate(prompts, Random(fails_on=3), folder)
+    before = (folder / "train.parquet").read_bytes()
+    assert in_child(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path) == 1
+    said = (tmp_path / "error.txt").read_text()
+    assert f"'{folder / 'train.parquet'}' could not be written (File too large)" in said
+    assert "make room there and run again" in said
+    assert (folder / "train.parquet").read_bytes() == before
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".progress", "clover_results.json", "errors.jsonl", "train.parquet",
+    ]  # fmt: skip
+    assert len(regenerate(prompts, Random(), folder)) == 4
+
+
+def test_a_full_disk_while_an_answer_is_written(tmp_path: Path) -> None:
+    prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
+    assert in_child(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path) == 1
+    said = (tmp_path / "error.txt").read_text()
+    assert f"'{folder / '.progress' / 'answers-00000.jsonl'}' could not be written (File too large)" in said
+    assert len(regenerate(prompts, Random(), folder)) == 4
+
+
 # ---------------------------------------------------------------------- a kill
 
 
@@ -302,6 +345,16 @@ def test_weights_in_several_files(copied: Path) -> None:
     assert "`model.safetensors.index.json` is damaged or cut short" in what_is_broken(folder)
     (folder / "model-00001-of-00001.safetensors").unlink()
     assert "model-00001-of-00001.safetensors" in what_is_broken(folder)
+
+
+def test_weights_outside_the_checkpoint(copied: Path) -> None:
+    folder = copied / "checkpoint-6"
+    shutil.move(folder / "model.safetensors", copied / "outside.safetensors")
+    with safe_open(copied / "outside.safetensors", framework="pt") as opened:
+        names = dict.fromkeys(opened.keys(), "../outside.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with pytest.raises(ValueError, match=r"index.json` .*it names '../outside.safetensors', which is no file of its"):
+        make_run(copied).train(resume_from_checkpoint=str(folder))
 
 
 def test_other_names_are_no_checkpoints(copied: Path) -> None:

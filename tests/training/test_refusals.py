@@ -48,6 +48,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "quantization": ({"quantization_config": object()}, "`quantization_config`.*teacher_model_init_kwargs"),
     "unknown": ({"no_such_thing": 1}, "unexpected keyword argument 'no_such_thing'"),
     "no teacher": ({"teacher_model": None}, "`teacher_model` is required"),
+    "the target as the heads": (
+        {"teacher_model": None, "model": make_target()},
+        "the target was passed as `model`, a `LlamaForCausalLM`: pass it as `teacher_model`",
+    ),
+    "a name of who knows what": (
+        {"teacher_model": None, "model": "org/model"},
+        "`model='org/model'` names heads to go on with: if it is the target, pass it as `teacher_model`",
+    ),
     "target as model": ({"model": make_target()}, "`model` must be Clover heads.*LlamaForCausalLM.*`teacher_model`"),
 }
 

@@ -115,3 +115,32 @@ def test_resume_with_an_adapter(tmp_path: Path) -> None:
     resumed = make_run(tmp_path / "stopped", options=options(), model_init_kwargs=None)
     resumed.train(resume_from_checkpoint=True)
     assert_equal_runs(resumed, unbroken)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_steps": -1, "num_train_epochs": 2}], ids=["steps", "epochs"])
+def test_a_finished_run_is_not_gone_on_with(
+    fields: dict[str, Any], tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    """A constant rate would change the weights in a step beyond the last."""
+    fields = {"lr_scheduler_type": "constant", **fields}
+    finished = make_run(tmp_path, **fields)
+    finished.train()
+    steps, files = finished.state.global_step, files_of(tmp_path)
+    assert not finished.is_over
+    resumed = make_run(tmp_path, **fields)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.is_over
+    assert f"The run is over: checkpoint-{steps} has all {steps} steps" in transformers_log.text
+    assert "Nothing is trained; for more, raise `max_steps` or `num_train_epochs`" in transformers_log.text
+    assert resumed.state.global_step == steps
+    assert_equal_runs(resumed, finished)
+    assert files_of(tmp_path) == files
+    assert "train_runtime" not in resumed.state.log_history[-1], "no time of no steps"
+    assert resumed._total_train_tokens == finished._total_train_tokens, "for the card"
+    longer = make_run(tmp_path, **{**fields, "max_steps": steps + 2})
+    longer.train(resume_from_checkpoint=True)
+    assert (longer.state.global_step, longer.is_over) == (steps + 2, False)

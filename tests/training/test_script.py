@@ -82,6 +82,19 @@ def test_going_on_with_heads_and_with_a_checkpoint(workdir: Path) -> None:
     assert (workdir / "adapter" / "adapter_model.safetensors").exists()
 
 
+def test_a_finished_run_changes_nothing(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = write_config(workdir, max_steps=3, lr_scheduler_type="constant", eval_strategy="no")
+    script.main(arguments)
+    before = {file: file.read_bytes() for file in (workdir / "out").rglob("*") if file.is_file()}
+    capsys.readouterr()
+    script.main([*arguments, "--resume_from_checkpoint", "true"])
+    assert {file: file.read_bytes() for file in (workdir / "out").rglob("*") if file.is_file()} == before
+    assert capsys.readouterr().out == f"The run was over: the heads in {workdir / 'out'} are as they were.\n"
+    (workdir / "out" / "model.safetensors").unlink()  # killed after the last checkpoint
+    script.main([*arguments, "--resume_from_checkpoint", "true"])
+    assert (workdir / "out" / "model.safetensors").read_bytes() == before[workdir / "out" / "model.safetensors"]
+
+
 @pytest.mark.parametrize("name", ["teacher_model_name_or_path", "dataset_name"])
 def test_what_is_missing_is_named(workdir: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is required"):
@@ -92,12 +105,43 @@ def test_one_file_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(workdir / "data")
     script.main(write_config(workdir, dataset_name="train.jsonl", eval_strategy="no", max_steps=1))
     assert CloverHeads.from_pretrained(workdir / "out").config.num_heads == 2
-    with pytest.raises(
-        ValueError, match=r"`dataset_test_split='test'`: 'train.jsonl' has \['train'\].*eval_strategy no"
-    ):
+    message = (
+        r"`dataset_test_split='test'`: 'train.jsonl' has 'train' alone\. Put its evaluation data beside it in a "
+        r"folder, as train.jsonl and test.jsonl, and pass the folder; or pass `--eval_strategy no`"
+    )
+    with pytest.raises(ValueError, match=message):
         script.main(write_config(workdir, dataset_name="train.jsonl"))
+    with pytest.raises(
+        ValueError, match=r"'dev'`: '\.' has \['test', 'train'\]; name one, or pass `--eval_strategy no`"
+    ):
+        script.main(write_config(workdir, dataset_name=".", dataset_test_split="dev"))
     with pytest.raises(ValueError, match=r"`dataset_train_split='learn'`: '\.' has \['test', 'train'\]; name one\."):
         script.main(write_config(workdir, dataset_name=".", dataset_train_split="learn"))
+
+
+def test_help_says_what_is_true_of_heads() -> None:
+    said = " ".join(script.make_parser().format_help().split())
+    for untrue in (
+        "Works only with LoRA",
+        "instruction fine-tuning",
+        "for weights initialization",
+        "throughput by ~20",
+    ):
+        assert untrue not in said
+    assert "Load the target in 4 bits" in said
+    assert "Heads to go on with" in said
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "a/b/c", "data/trian.jsonl", "nowhere.jsonl"])
+def test_a_mistyped_path_is_said_at_once(workdir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workdir)
+    with pytest.raises(ValueError, match=f"the dataset {name!r} is not here: there is no such file or folder"):
+        script.main(write_config(workdir, dataset_name=name))
+    fields = {"teacher_model_name_or_path": "./nowhere"}
+    with pytest.raises(ValueError, match=r"the target '\./nowhere' is not here"):
+        script.main(write_config(workdir, **fields))
+    with pytest.raises(ValueError, match=r"the heads '\./nowhere' is not here"):
+        script.main(write_config(workdir, model_name_or_path="./nowhere", model_init_kwargs=None))
 
 
 def test_unknown_fields_are_named(workdir: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -417,9 +418,12 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
 
 def test_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(
-        "hf_clover.training.trainer.push_folder", lambda *args, **options: pushed.append((args, options))
-    )
+
+    def push(*args: Any, **options: Any) -> Any:
+        pushed.append((args, options))
+        return SimpleNamespace(repo_url=SimpleNamespace(repo_id=args[1]))
+
+    monkeypatch.setattr("hf_clover.training.trainer.push_folder", push)
     trainer = make_trainer(tmp_path, make_target(), hub_model_id="org/heads", hub_token="t")
     trainer.hub_model_id = "org/heads"
     trainer.push_to_hub(dataset_name="some/dataset")
@@ -427,7 +431,10 @@ def test_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not others
     assert args == (str(tmp_path), "org/heads")
     assert (options["token"], options["commit_message"]) == ("t", "End of training")
-    assert {"config.json", "model.safetensors", "README.md"} <= {file.name for file in tmp_path.iterdir()}
+    assert options["results"]["training"]["datasets"] == ["some/dataset"]
+    files = {file.name for file in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors"} <= files
+    assert "README.md" not in files, "the card comes when the push went through"
 
 
 def test_metrics_in_numbers() -> None:
