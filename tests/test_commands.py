@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,7 +103,7 @@ def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, 
     )
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "runs/a/heads", "runs/haeds"])
+@pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "runs/a/heads", "haeds.jsonl"])
 @pytest.mark.parametrize("flag", ["--target", "--heads", "--prompts"])
 def test_a_mistyped_path_is_said_before_the_hub_is_asked(run, folder, monkeypatch, tmp_path, flag, name):
     monkeypatch.chdir(tmp_path)
@@ -114,6 +115,35 @@ def test_a_mistyped_path_is_said_before_the_hub_is_asked(run, folder, monkeypatc
     what = {"--target": "target", "--heads": "heads", "--prompts": "dataset"}[flag]
     assert said.code == 2
     assert said.err.splitlines()[-1].startswith(f"hf-clover: the {what} {name!r} is not here: there is no such file")
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, answers):
+    """`runs/haeds` beside a folder `runs` is mistyped, or an id: the Hub says, in one request."""
+    from huggingface_hub import HfApi
+
+    from hf_clover.making.loading import check_path
+
+    asked = []
+
+    def repo_info(self, repo_id, **options):
+        asked.append((repo_id, options["repo_type"]))
+        if not answers:
+            raise ConnectionError
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(HfApi, "repo_info", repo_info)
+    for what, repo_type in (("heads", "model"), ("dataset", "dataset")):
+        with nullcontext() if answers else pytest.raises(ValueError, match=rf"the {what} 'runs/haeds' is not here"):
+            check_path("runs/haeds", what)
+        assert asked.pop() == ("runs/haeds", repo_type)
+        assert not asked
+    (tmp_path / "cache" / "models--runs--haeds").mkdir(parents=True)
+    check_path("runs/haeds", "target")
+    assert not asked, "what was downloaded before is not asked for"
 
 
 def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):

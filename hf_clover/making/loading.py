@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".gguf", ".safetensors")
@@ -42,19 +43,33 @@ def gguf_file_of(model: PreTrainedModel) -> str | None:
 
 
 def check_path(name: "str | os.PathLike[str]", what: str) -> None:
-    """Refuse a path that leads nowhere, before the Hub is asked for it, again and again: what no id of the Hub is, or
-    what would lie in a folder that is here. `what`: the target, the heads or the dataset."""
+    """Refuse a path that leads nowhere, before the Hub is asked for it, again and again. `what`: the target, the heads
+    or the dataset."""
     name = os.fspath(name)
     path = Path(name).expanduser()
+    if path.exists() or "://" in name:
+        return
     is_path = name.startswith((".", "/", "~", "\\")) or name.rstrip("/").count("/") > 1 or path.suffix in FILES
-    is_here = "/" in name and path.parent.is_dir()
-    if (is_path or is_here) and "://" not in name and not path.exists():
-        way_out = "Check the spelling, or pass an id of the Hub, such as org/name."
-        if not is_path:
-            way_out = (
-                f"Check the spelling, or, if it is an id of the Hub, leave the folder that has {path.parent} too."
-            )
-        raise ValueError(f"the {what} {name!r} is not here: there is no such file or folder. {way_out}")
+    may_be_either = "/" in name and path.parent.is_dir()  # org/name, and a folder called org is here
+    if is_path or (may_be_either and not _is_on_the_hub(name, "dataset" if what == "dataset" else "model")):
+        raise ValueError(
+            f"the {what} {name!r} is not here: there is no such file or folder. Check the spelling, or pass an id of "
+            "the Hub, such as org/name."
+        )
+
+
+def _is_on_the_hub(name: str, repo_type: str) -> bool:
+    """Whether it is in the Hub's cache here or, by one request, on the Hub."""
+    cached = Path(constants.HF_HUB_CACHE, f"{repo_type}s--{name.replace('/', '--')}")
+    if cached.is_dir():
+        return True
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        HfApi().repo_info(name, repo_type=repo_type, timeout=5)
+    except Exception:  # it does not answer, or knows no such name
+        return False
+    return True
 
 
 @contextmanager
