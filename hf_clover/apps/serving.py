@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.import_utils import is_serve_available
 
-from ..decoding.entry import refuse_what_cannot_work
+from ..decoding.entry import refuse_encoder_decoders, refuse_what_cannot_work
 from ..decoding.private_api import serving_part
 from ..decoding.record import speculations
 
@@ -176,7 +176,8 @@ class HeadsManager(serving_part("utils", "GenerateManager")):  # type: ignore[mi
     def _with_heads(self, model: "PreTrainedModel", inputs: Any, config: "GenerationConfig") -> dict[str, Any]:
         """What `generate` gets, after everything that can be known now has been checked: a stream that has begun
         can no longer be refused."""
-        refuse_what_cannot_work(model, config)
+        refuse_encoder_decoders(model)
+        refuse_what_cannot_work(config)
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         length = inputs["input_ids"].shape[-1]
         if length == 0:
