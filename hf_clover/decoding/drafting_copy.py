@@ -41,7 +41,7 @@ def drafting_copy(heads: CloverHeads, target: PreTrainedModel) -> CloverHeads:
         return heads
     copies, written = memory_of(target).drafting_copies, _what_is_copied(heads)
     made_from, made = copies.get(heads, (None, None))
-    if made_from != written:
+    if made is None or made_from != written:
         made = _copied(heads)
         copies[heads] = written, made
     return made

@@ -181,8 +181,7 @@ def lent_cache(target: PreTrainedModel, num_layers: int, batch_size: int, slots:
     memory = memory_of(target)
     with memory.lock:
         cache, memory.idle_cache = memory.idle_cache, None
-    fits = cache is not None and cache.rows == batch_size and slots <= cache.capacity <= 2 * slots
-    if not fits or cache.dtype not in (target.dtype, None) or cache.slots.state.device != target.device:
+    if cache is None or not _fits(cache, target, batch_size, slots):
         del cache  # its memory is free before the next one's is taken
         cache = StaticTreeCache(num_layers, batch_size, -(-slots // CAPACITY_STEP) * CAPACITY_STEP, target.device)
     cache.clear()
@@ -190,6 +189,11 @@ def lent_cache(target: PreTrainedModel, num_layers: int, batch_size: int, slots:
         yield cache
     finally:
         memory.idle_cache = cache
+
+
+def _fits(cache: StaticTreeCache, target: PreTrainedModel, batch_size: int, slots: int) -> bool:
+    is_of_target = cache.dtype in (target.dtype, None) and cache.slots.state.device == target.device
+    return is_of_target and cache.rows == batch_size and slots <= cache.capacity <= 2 * slots
 
 
 def compiled_step(target: PreTrainedModel, config: CompileConfig | None, cache: StaticTreeCache) -> Callable:
