@@ -95,9 +95,9 @@ def shared_heads(target: PreTrainedModel) -> int:
         return 1
     config = target.config.get_text_config(decoder=True)
     heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    is_counted = isinstance(heads, int) and isinstance(keys, int)
-    fits = is_counted and looks_up_attention(target)
-    return heads // keys if fits and attention_of(target.config) != "eager" else 1
+    if not (isinstance(heads, int) and isinstance(keys, int)):
+        return 1
+    return heads // keys if looks_up_attention(target) and attention_of(target.config) != "eager" else 1
 
 
 @contextmanager
@@ -113,12 +113,12 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
             before = [(config, attention_of(config)) for config in _configs_of(target)]
             own, groups = attention_of(target.config), shared_heads(target)
             is_to_be_replaced = own not in TREE_ATTENTION or (own == "sdpa" and groups > 1)
-            if is_to_be_replaced and not _is_looked_up(target, own):
-                target.set_attn_implementation("sdpa")
-            elif is_to_be_replaced:
+            if is_to_be_replaced and own is not None and _is_looked_up(target, own):
                 for config, implementation in before:
                     if implementation == own:
                         set_attention(config, _with_trees(own))
+            elif is_to_be_replaced:
+                target.set_attn_implementation("sdpa")
         memory.switched = (inside + 1, before)
     try:
         yield "eager" if attention_of(target.config) == "eager" else "sdpa"

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import device_of
 from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, START, Costs, Guess, cost_by_size
+from .interfaces import Budget
 from .target_memory import memory_of
 from .tree import Tree
 
@@ -127,11 +128,14 @@ class Acceptance:
         self.odds = min(max(self.odds, -self.SURELY), self.SURELY)
 
 
+Key = tuple[Hashable, int, int]  # what costs depend on: the mode, the rows, and how often their text has doubled
+
+
 @dataclass
 class Experience:
     """What was learned of one target with one set of heads."""
 
-    costs: dict[Hashable, Costs] = field(default_factory=dict)
+    costs: dict[Key, Costs] = field(default_factory=dict)
     acceptance: dict[Hashable, Acceptance] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)  # threads share what they learn
 
@@ -148,8 +152,8 @@ class AutomaticBudget:
         self.experience, self.mode, self.guess = experience, mode, guess
         self.sizes = [size for size in SIZES if size <= ceiling]
         self.acceptance = experience.acceptance.setdefault(picking, Acceptance())
-        self.costs: Costs | None = None
-        self.key: Hashable = None
+        self.costs: Costs  # of such steps as `ask` was asked about last
+        self.key: Key | None = None  # of these
         self.drafts = self.since_plain = 0
         self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
         self.copied = 0  # nodes, in this step, and no others
@@ -203,7 +207,7 @@ class AutomaticBudget:
         nodes = tree.size - 1
         self.since_plain += 1
         with self.experience.lock:
-            if nodes and not self.copied:
+            if nodes and not self.copied and self.log_probs is not None:
                 self.acceptance.learn(self.log_probs, paths)
             beside_root = nodes + self.replayed
             if beside_root or self.drafted:
@@ -224,11 +228,11 @@ class AutomaticBudget:
             self.key, self.costs = key, known[key]
         return self.costs
 
-    def _begin_with_the_nearest(self, key: tuple) -> Costs:
+    def _begin_with_the_nearest(self, key: Key) -> Costs:
         """What is known of another length of text, or of another number of rows, until more is known."""
         others = [other for other in self.experience.costs if other[0] == key[0]]
 
-        def distance(other: tuple) -> tuple[int, int]:
+        def distance(other: Key) -> tuple[int, int]:
             return abs(other[1] - key[1]), abs(other[2] - key[2])
 
         nearest = min(others, key=distance, default=None)
@@ -338,9 +342,6 @@ def _with_more(gains: list[float], size: int) -> list[float]:
     fall = (gains[-1] / gains[0]) ** (1 / (len(gains) - 1)) if len(gains) > 1 else gains[0]
     more = range(1, size - len(gains) + 1)
     return gains + [gains[-1] * min(fall, 1.0) ** place for place in more]
-
-
-Budget = FixedBudget | AutomaticBudget
 
 
 def make_budget(

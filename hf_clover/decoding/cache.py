@@ -59,6 +59,10 @@ class Slots:
 
 
 class TreeLayer(CacheLayerMixin):
+    keys: torch.Tensor  # [B, kv_heads, capacity, head_dim]; these four are there once `is_initialized`
+    values: torch.Tensor
+    dtype: torch.dtype
+    device: torch.device
     is_sliding = False
     is_compileable = False
     is_croppable = False
@@ -161,13 +165,15 @@ class Moves:
             # As far on the host as it is short: this is one addition on the device.
             begin = [[[part * batch * row + head * capacity for head in range(heads)]] for part in parts]
             entries = [[[[move[0] * row + move[end]] for move in self.moves]] for end in (1, 2)]
-            begin, entries = (torch.tensor(places, device=buffer.device) for places in (begin, entries))
-            self._places[key] = (begin + entries).flatten(1).unbind(0)  # [2, 1 or 2, moves, kv_heads], in one piece
+            first, within = (torch.tensor(places, device=buffer.device) for places in (begin, entries))
+            sources, targets = (first + within).flatten(1)  # [2, 1 or 2, moves, kv_heads], in one piece
+            self._places[key] = sources, targets
         return self._places[key]
 
 
 class TreeCache(Cache):
     layer_class: type[TreeLayer] = TreeLayer
+    layers: list[TreeLayer]  # type: ignore[assignment]  # of this class alone
 
     def __init__(self, num_layers: int, capacity: int | None = None) -> None:
         self.slots = self._make_slots(capacity)

@@ -19,7 +19,7 @@ Shapes: B batch, T prompt columns, n nodes of the chain with the root, d hidden 
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,8 +42,15 @@ from .tree import Tree, root_only
 MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
 
 
+@dataclass
+class Lengths:
+    """Of each row, what the target's own cache holds of the text, and what it is to hold."""
+
+    lengths: list[int]
+
+
 class ChainRun:
-    shape = "chain"
+    shape: str | None = "chain"
     is_compiled = can_drop_rows = False
 
     def __init__(
@@ -58,12 +65,12 @@ class ChainRun:
         self.target, self.generation_config, self.replays = target, config, replays
         self.steps = steps
         self.model_kwargs = dict(model_kwargs)  # the prompt's
-        self.theirs = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
+        self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = _columns(self.theirs)  # of an earlier turn
         self.root_position: torch.Tensor  # [B, 1] of the chain that was committed last
-        self.hidden: torch.Tensor | None = None  # [B, n, d] of the last chain, before the final norm
+        self.hidden: torch.Tensor  # [B, n, d] of the last chain, before the final norm
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
-        self.cache = SimpleNamespace(lengths=[])  # what the target's own holds of the text, and what it is to hold
+        self.cache = Lengths([])
         self._behind = 0  # settled tokens that the target's cache does not hold
         self._ids: torch.Tensor  # [B, L] the settled text
         self._inputs: dict[str, Any]  # what plain generate would pass on for it
@@ -125,8 +132,8 @@ class ChainRun:
         self.cache.lengths = [self._prompt_length] * batch
         self._ids, self._left = input_ids, limit - input_ids.shape[1] - 1
         self._inputs = inputs_after(self.target, outputs, given)
-        self._name = next((name for name in (cache_name(), "cache_params", "state") if name in outputs), None)
-        self._has_cache = self._name is not None and self._inputs.get(self._name) is not None
+        self._name = next((name for name in (cache_name(), "cache_params", "state") if name in outputs), "")
+        self._has_cache = self._name != "" and self._inputs.get(self._name) is not None
         if not self._has_cache:
             self.replays, self._behind = True, input_ids.shape[1]
         elif not self.replays:
@@ -157,6 +164,8 @@ class ChainRun:
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the first nodes of the chain, as many of each row."""
         kept = len(paths[0])
+        if self._staged is None:
+            raise RuntimeError("there is nothing to keep: call `verify` before `commit`.")
         tokens, outputs, width = self._staged
         if not self.replays:
             self._inputs[self._name].crop(kept - width)
@@ -170,6 +179,9 @@ class ChainRun:
         self._ids = torch.cat((self._ids, tokens[:, :kept]), dim=1)
         self._left -= kept
         self.cache.lengths = [length + kept for length in self.cache.lengths]
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        raise NotImplementedError("rows of a chain go in lockstep: all of them stay to the end.")
 
     def _take_back(self) -> None:
         """A chain that nothing was kept of."""

@@ -118,9 +118,9 @@ class Copies:
             for run in RUNS:
                 ends[tuple(text[max(end - run, 0) : end])] = end
         for run in sorted(RUNS, reverse=True):
-            end = ends.get(tuple(text[-run:]))
-            if end is not None:
-                self.guesses[row] = list(islice(cycle(text[end : end + self.most]), self.most))  # on into the copy
+            known = ends.get(tuple(text[-run:]))
+            if known is not None:
+                self.guesses[row] = list(islice(cycle(text[known : known + self.most]), self.most))  # on into the copy
                 self.hopes[row] = self.chances[run - min(RUNS) :][: self.most]
                 return
         elsewhere = tuple(text[-RUN_ELSEWHERE:])

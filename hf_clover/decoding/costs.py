@@ -113,7 +113,7 @@ class Costs:
             resting=int(self.resting * alike),
         )
         guess.drafts.extend([(share * nodes, seconds, []) for nodes, seconds, _ in self.drafts][-4:])
-        forwards = [(share * (nodes + 1) - 1, seconds, []) for nodes, seconds, _ in self.forwards]
+        forwards: list[Seen] = [(share * (nodes + 1) - 1, seconds, []) for nodes, seconds, _ in self.forwards]
         guess.forwards.extend([each for each in forwards if each[0] <= SIZES[-1]][-4:])  # what is far off tells little
         return guess
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
-from .drafting import CloverCandidateGenerator
+from .drafting import CloverCandidateGenerator, given
 from .foresight import Foresight
 from .static_drafting import CompiledDrafter, draft_step
 from .static_target import SPARE_SLOTS, StaticTreeCache, lent_cache
@@ -76,17 +76,20 @@ class DraftGraphs:
     def run(self, key: tuple, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor]) -> Outputs:
         graph = self.made.get(key)
         if graph is None:
-            wanted = key in self._seen and self.capture is not None and len(self.made) < MOST
+            is_new, capture = key not in self._seen, self.capture
             self._seen.add(key)
-            graph = self._make(key, function, inputs) if wanted else None
+            if not is_new and capture is not None and len(self.made) < MOST:
+                graph = self._make(key, function, inputs, capture)
         return function(*inputs) if graph is None else graph(*inputs)
 
-    def _make(self, key: tuple, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor]) -> DraftGraph | None:
+    def _make(
+        self, key: tuple, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor], capture: Callable[..., Any]
+    ) -> DraftGraph | None:
         on_cuda = self.device.type == "cuda"
         before = torch.cuda.memory_reserved(self.device) if on_cuda else 0
         try:
             with torch.cuda.device(self.device) if on_cuda else nullcontext():
-                self.made[key] = DraftGraph(function, inputs, self.capture, self._pool)
+                self.made[key] = DraftGraph(function, inputs, capture, self._pool)
         except Exception as error:
             self.capture = None
             reason = str(error).partition("\n")[0]
@@ -132,10 +135,10 @@ class GraphedDrafter(CompiledDrafter):
         has_block = heads.config.has_augmenting_block
         super().__init__(heads, cache if has_block else None, None, eager.prompt_mask, eager.block)
         hand_over(eager, self)
-        known = getattr(cache, "graphs", None)
+        known = cache.graphs
         if known is None or known.made_for != what_is_written_down(heads):
-            cache.graphs = DraftGraphs(heads.device, what_is_written_down(heads))
-        self.graphs: DraftGraphs = cache.graphs
+            known = cache.graphs = DraftGraphs(heads.device, what_is_written_down(heads))
+        self.graphs = known
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
@@ -149,10 +152,10 @@ class GraphedDrafter(CompiledDrafter):
         eager.remember(cache, columns)
 
     def _step(self, nodes: int, shape: str, values: Sequence[torch.Tensor], foresight: Foresight | None) -> Outputs:
-        sizes = (nodes, shape, foresight and foresight.temperature)
+        sizes = (nodes, shape, None if foresight is None else foresight.temperature)
         function = partial(drafted, self.heads, self.cache, *sizes)
         inputs = [*values, *([] if foresight is None else [foresight.log_noise])]
-        return self.graphs.run((*sizes, len(self.roots)), function, inputs)
+        return self.graphs.run((*sizes, len(given(self.roots))), function, inputs)
 
 
 def drafted(
@@ -164,12 +167,11 @@ def drafted(
     *values: torch.Tensor,
 ) -> Outputs:
     """`draft_step` of tensors alone: the last is the noise [B, D, V] where there is a temperature."""
-    foresight = None
-    if temperature is not None:
-        *values, noise = values
-        foresight = Foresight(noise, temperature)
+    hidden, next_tokens, positions, counts, state, roots, *noise = values
+    foresight = None if temperature is None else Foresight(noise[0], temperature)
+    new = (hidden, next_tokens, positions, counts)
     try:
-        return draft_step(heads, cache, nodes, shape, *values, foresight)
+        return draft_step(heads, cache, nodes, shape, *new, state, roots, foresight)
     finally:
         if cache is not None:
             cache.slots.index = None  # also where a capture broke off
@@ -179,7 +181,7 @@ def hand_over(one: CloverCandidateGenerator, other: CloverCandidateGenerator) ->
     """What `one` knows of the text, to `other`, which is new."""
     for name in ("state", "roots", "is_broken", "_waiting"):
         setattr(other, name, getattr(one, name))
-    if one.cache is not None and one.cache.lengths:
+    if one.cache is not None and other.cache is not None and one.cache.lengths:
         lengths, length = list(one.cache.lengths), max(one.cache.lengths)
         states = [one.cache.export(layer_idx, length) for layer_idx in range(len(one.cache.layers))]
         other.cache.load(states, length)
@@ -190,7 +192,8 @@ def what_is_written_down(heads: CloverHeads) -> tuple:
     """In a graph, of what does not belong to the cache: where everything is that a draft reads, and sizes."""
     borrowed = heads.borrowed
     tensors = [*heads.parameters(), *heads.buffers(), borrowed.embedding, *borrowed.lm_head.parameters()]
-    tensors += [*borrowed.norm.parameters(), *(part for part in borrowed.draft_rows or () if part is not None)]
+    tensors += borrowed.norm.parameters()
+    tensors += (part for part in borrowed.draft_rows or () if isinstance(part, torch.Tensor))
     names = ("draft_depth", "draft_beam_width", "draft_top_k", "draft_top_p", "draft_min_p")
     return tuple(getattr(heads.config, name) for name in names), tuple(tensor.data_ptr() for tensor in tensors)
 

@@ -49,14 +49,13 @@ class Settled:
         hidden, next_tokens, positions = (torch.cat(tensor, dim=1) for tensor in tensors)
         counts = [sum(of_row) for of_row in zip(*(part.counts for part in parts), strict=True)]
         if min(counts) < hidden.shape[1]:  # what there is of a row comes first
-            starts = itertools.accumulate((part.hidden.shape[1] for part in parts), initial=0)
-            starts = list(starts)[:-1]
-            index = [
+            starts = list(itertools.accumulate((part.hidden.shape[1] for part in parts), initial=0))[:-1]
+            places = [
                 [start + i for start, part in zip(starts, parts, strict=True) for i in range(part.counts[row])]
                 for row in range(len(counts))
             ]
             width = max(counts)
-            index = torch.tensor([row + [0] * (width - len(row)) for row in index], device=hidden.device)  # [B, m]
+            index = torch.tensor([row + [0] * (width - len(row)) for row in places], device=hidden.device)  # [B, m]
             hidden = hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[2]))
             next_tokens, positions = next_tokens.gather(1, index), positions.gather(1, index)
         return cls(hidden, next_tokens, positions, counts)
@@ -75,6 +74,13 @@ class Settled:
             return values[:, max(self.counts[0] - 1, 0)]
         last = torch.tensor([max(count - 1, 0) for count in self.counts], device=values.device)  # [B]
         return values[torch.arange(len(self.counts), device=values.device), last]
+
+
+def given(value: torch.Tensor | None) -> torch.Tensor:
+    """A drafter's state or last tokens, which it has once `extend` has brought it a text."""
+    if value is None:
+        raise RuntimeError("there is no text to draft for: call `extend` before `draft`.")
+    return value
 
 
 def grow(
@@ -99,13 +105,13 @@ def grow(
         nonlocal states, runs
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
-            if searched is not None:
+            if runs is not None:
                 runs = runs.gather(1, chosen[..., None].expand(-1, -1, runs.shape[2]))
         elif chosen is not None:  # no head sees a drafted token
             tokens = roots[:, None].expand_as(chosen)
             states = state[:, None].expand(-1, chosen.shape[1], -1)
-        recalled = ()
-        if searched is not None:
+        recalled: tuple[torch.Tensor, ...] = ()
+        if searched is not None and runs is not None and values is not None:
             runs = followed(searched, runs, tokens)
             recalled = (heads.recall(values, last_place(runs)),)  # [B, W, 2 w]
         out, states = heads.step(level, states, tokens, *recalled)
@@ -122,7 +128,8 @@ def grow_in_shape(
     vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
 
     def foreseen(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
-        return foresight.weigh(level, expand(level, chosen, tokens), vocabulary)
+        logits = expand(level, chosen, tokens)
+        return logits if foresight is None else foresight.weigh(level, logits, vocabulary)
 
     score, depth = expand if foresight is None else foreseen, config.draft_depth
     if shape == "levels":
@@ -170,7 +177,8 @@ class CloverCandidateGenerator:
             self.prompt_mask = self.prompt_mask[index.to(self.prompt_mask.device)]
         if self.state is not None:
             self.state = self.state[index]
-        self.roots = self.roots[index]
+        if self.roots is not None:
+            self.roots = self.roots[index]
         self._waiting = [each.of_rows(index, rows) for each in self._waiting]
 
     # ------------------------------------------------------------------ keeping up
@@ -206,25 +214,25 @@ class CloverCandidateGenerator:
 
     def _states_of(self, new: "Settled") -> torch.Tensor:
         """[B, m, d], taken in by as many positions at once as the caller, or a mask, leaves room for."""
-        if self.cache is None:
+        cache = self.cache
+        if cache is None:
             return self.heads.encode(new.hidden, new.next_tokens)
         width, block = new.hidden.shape[1], self.block
         if block is None:  # plain causal attention needs no mask, so no blocks either
-            block = width if max(self.cache.lengths) == 0 and self.prompt_mask is None else BLOCK
-        parts = [self._encoded(new.part(start, start + block)) for start in range(0, width, block)]
+            block = width if max(cache.lengths) == 0 and self.prompt_mask is None else BLOCK
+        parts = [self._encoded(new.part(start, start + block), cache) for start in range(0, width, block)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _encoded(self, new: "Settled") -> torch.Tensor:
+    def _encoded(self, new: "Settled", cache: TreeCache) -> torch.Tensor:
         width = new.hidden.shape[1]
-        mask = self._mask(width, new.hidden.device)
-        with self.cache.staged(width):
-            states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, self.cache)  # [B, m, d]
-        self.cache.commit([range(count) for count in new.counts])
+        mask = self._mask(width, cache.lengths, new.hidden.device)
+        with cache.staged(width):
+            states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, cache)  # [B, m, d]
+        cache.commit([range(count) for count in new.counts])
         return states
 
-    def _mask(self, new: int, device: torch.device) -> torch.Tensor | None:
+    def _mask(self, new: int, lengths: list[int], device: torch.device) -> torch.Tensor | None:
         """[B, 1, m, columns] for the Augmenting Block: causal from each row's own length, without the padding."""
-        lengths = self.cache.lengths
         if self.prompt_mask is None and (max(lengths) == 0 or (new == 1 and len(set(lengths)) == 1)):
             return None  # plain causal attention needs no mask, nor does a token that sees everything
         columns = max(lengths) + new
@@ -247,22 +255,26 @@ class CloverCandidateGenerator:
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
         """A tree of `nodes` nodes below the last emitted tokens (none if `nodes` is 0), of the config's shape."""
+        roots = given(self.roots)
         if nodes == 0 or self.is_broken:
-            return root_only(self.roots)
+            return root_only(roots)
         self._catch_up()
         shape = shape or self.config.draft_tree
-        return grow(self.heads, self.state, self._to_recall(), self.roots, nodes, shape, foresight)
+        return grow(self.heads, given(self.state), self._to_recall(), roots, nodes, shape, foresight)
 
     def _to_recall(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
         """Of the text so far the tokens [B, C], the last layer's values [B, kv_heads, C, head_dim], and which of them
         are a row's own [B, 1, 1, C] (None where all are)."""
-        if not self.config.recall:
+        cache = self.cache
+        if cache is None or not self.config.recall:
             return None
-        columns = max(self.cache.lengths)
-        tokens = self.cache.export(-1, columns)[0][:, 0, :, 0]  # [B, C]
-        values = self.cache.export(-2, columns)[1]
-        if self.prompt_mask is None and self.cache.slots.is_even:
+        columns = max(cache.lengths)
+        of_tokens, of_layer = cache.export(-1, columns), cache.export(-2, columns)
+        if of_tokens is None or of_layer is None:  # nothing has been taken in
+            return None
+        tokens, values = of_tokens[0][:, 0, :, 0], of_layer[1]  # [B, C] and [B, kv_heads, C, head_dim]
+        if self.prompt_mask is None and cache.slots.is_even:
             return tokens, values, None
-        starts = self.cache.slots.starts_on(tokens.device)[..., None]  # [B, 1, 1]
+        starts = cache.slots.starts_on(tokens.device)[..., None]  # [B, 1, 1]
         visible = self._without_padding(torch.arange(columns, device=tokens.device) < starts)  # [B, 1, C]
         return tokens, values, visible[:, None]

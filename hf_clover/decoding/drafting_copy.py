@@ -41,7 +41,7 @@ def drafting_copy(heads: CloverHeads, target: PreTrainedModel) -> CloverHeads:
         return heads
     copies, written = memory_of(target).drafting_copies, _what_is_copied(heads)
     made_from, made = copies.get(heads, (None, None))
-    if made_from != written:
+    if made is None or made_from != written:
         made = _copied(heads)
         copies[heads] = written, made
     return made
@@ -94,10 +94,11 @@ def _borrowed(heads: CloverHeads) -> BorrowedParts:
     borrowed, lm_head = heads.borrowed, heads.borrowed.lm_head
     if not (type(lm_head) is nn.Linear or is_packed(lm_head)):
         return borrowed
-    rows, bias = plain_weight(lm_head).detach(), lm_head.bias  # [V, d]
+    rows: torch.Tensor = plain_weight(lm_head).detach()  # [V, d]
+    bias: torch.Tensor | None = lm_head.bias
     if heads.config.draft_vocab_size is not None:
         rows, bias = rows[heads.draft_ids], None if bias is None else bias[heads.draft_ids]  # [D, d]
     if _halves():
         return replace(borrowed, draft_rows=(HalvedLinear(rows, bias), None))
-    rows, bias = packed(rows.to(_dtype())), None if bias is None else bias.detach().to(_dtype())
-    return replace(borrowed, draft_rows=(rows, bias))
+    own_bias = None if bias is None else bias.detach().to(_dtype())
+    return replace(borrowed, draft_rows=(packed(rows.to(_dtype())), own_bias))

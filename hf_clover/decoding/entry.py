@@ -77,7 +77,7 @@ def _without_tokenizer(model: PreTrainedModel, call: dict[str, Any]) -> dict[str
         call["stopping_criteria"] = StoppingCriteriaList([*(call.get("stopping_criteria") or ()), criterion])
     if settings["token_healing"]:
         prompt = "inputs" if call.get("inputs") is not None else "input_ids"
-        call[prompt] = model.heal_tokens(call[prompt], tokenizer)
+        call[prompt] = model.heal_tokens(call[prompt], tokenizer)  # type: ignore[operator]
     if config is not None:
         call["generation_config"] = config = copy.deepcopy(config)
     for name in settings:  # done
@@ -231,4 +231,4 @@ def place_heads(heads: CloverHeads, model: PreTrainedModel) -> None:
             f"while drafting happens on one: load the heads with `device_map={{'': '{device}'}}`."
         )
     logger.info(f"Moving the Clover heads from {heads.device} to {device}, where the target ends.")
-    heads.to(device)
+    heads.to(device)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too

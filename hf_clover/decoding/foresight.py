@@ -95,7 +95,8 @@ class Unwalked:
 def foresee(text: Text, levels: int, vocab_size: int, unwalked: Unwalked | None = None) -> Foresight | None:
     """What the next `levels` tokens of the running rows will be picked with; None where nothing is known of it:
     nothing is drawn, and nothing was left `unwalked`."""
-    foresight, rows = None, text.running_rows()  # [L] each
+    foresight: Foresight | None = None
+    rows = text.running_rows()  # [L] each
     if text.dice is not None and text.dice.next is not None:
         lengths = [len(row) for row in rows]
         longest = max([lengths[place] for place in text.unfinished], default=max(lengths))

@@ -1,9 +1,9 @@
 """The heads' side of one call: what they take in of the text, and what they draft.
 
-Contract: `HeadsRun` stands beside the `TargetRun` (or `ChainRun`) of the same call and knows it, the text and the
-budget. It gives the heads every position that the target has settled, asks the budget for a size and the heads for a
-tree, to which it adds what is copied from the text, lets rows that have ended leave both sides, and hands the cache
-back when the text is over, with what the heads know of it.
+Contract: `HeadsRun` stands beside the target's run of the same call and knows it, the text and the budget (`Run` and
+`Budget` of interfaces.py). It gives the heads every position that the target has settled, asks the budget for a size
+and the heads for a tree, to which it adds what is copied from the text, lets rows that have ended leave both sides,
+and hands the cache back when the text is over, with what the heads know of it.
 
 Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
@@ -15,24 +15,23 @@ import torch
 from transformers import Cache
 
 from ..network.modeling_clover import CloverHeads
-from .budget import Budget
-from .chain import ChainRun
 from .copying import Copies
 from .draft_graph import graphed_drafter, pays
 from .drafting import CloverCandidateGenerator
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
+from .interfaces import Budget, Drafter, Run
 from .state import Text
 from .static_drafting import compiled_drafter
+from .static_target import StaticTreeCache
 from .support import warn
-from .target_run import TargetRun
 from .tree import Tree, with_chain, with_path
 
 DROP_BELOW = 0.75  # of a batch's rows going on
 
 
 class HeadsRun:
-    def __init__(self, heads: CloverHeads, budget: Budget, run: TargetRun | ChainRun, text: Text) -> None:
+    def __init__(self, heads: CloverHeads, budget: Budget, run: Run, text: Text) -> None:
         self.run, self.text, self.budget = run, text, budget
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
@@ -44,13 +43,13 @@ class HeadsRun:
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
-    def _drafter_of_conversation(self, heads: CloverHeads) -> CloverCandidateGenerator:
+    def _drafter_of_conversation(self, heads: CloverHeads) -> Drafter:
         """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree
         where the device has graphs."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         if mask is not None:
             mask = mask[:, -run.hidden.shape[1] :]
-        if run.is_compiled and not run.has_the_users_cache:
+        if isinstance(run.cache, StaticTreeCache) and not run.has_the_users_cache:
             settings = (config.compile_config, mask, config.prefill_chunk_size)
             return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
         heads = drafting_copy(heads, run.target)
@@ -113,7 +112,8 @@ class HeadsRun:
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
         tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
         if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
-            tree = with_path(tree, *(each.to(tree.tokens.device) for each in paths), copied or tree.size - 1)
+            tokens, log_probs = (each.to(tree.tokens.device) for each in paths)
+            tree = with_path(tree, tokens, log_probs, copied or tree.size - 1)
         tree = self.budget.cut(tree, unfinished, lengths)
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)

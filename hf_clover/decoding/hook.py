@@ -21,6 +21,9 @@ from .private_api import why_unavailable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..network.modeling_clover import CloverHeads
+
+_transformers: Any = GenerationMixin  # of which a method is replaced
 _original: Callable[..., Any] | None = None  # transformers' generate, while ours is in its place
 _is_active = False
 
@@ -47,7 +50,7 @@ def install_hook() -> None:
         )
     if _original is None:
         _original = GenerationMixin.generate
-        GenerationMixin.generate = functools.wraps(_original)(_generate)
+        _transformers.generate = functools.wraps(_original)(_generate)
     _is_active = True
 
 
@@ -56,19 +59,20 @@ def uninstall_hook() -> None:
     global _original, _is_active
     _is_active = False
     # Where another library has wrapped ours since, ours stays in its chain and passes everything through.
-    if GenerationMixin.generate is _generate:
-        GenerationMixin.generate, _original = _original, None
+    if _transformers.generate is _generate:
+        _transformers.generate, _original = _original, None
 
 
 def _generate(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate`, with another decoding loop where heads are given."""
-    call = {**dict(zip(_positional_names(_original), args)), **kwargs}
+    original = _original or _transformers.generate
+    call = {**dict(zip(_positional_names(original), args)), **kwargs}
     heads = _heads_of(call) if _is_active else None
     if heads is None:
-        return _original(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
     from .entry import generate_through
 
-    return generate_through(_original, heads, self, call)
+    return generate_through(original, heads, self, call)
 
 
 @functools.cache
@@ -78,7 +82,7 @@ def _positional_names(generate: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(generate).parameters.values() if p.kind in kinds)[1:]
 
 
-def _heads_of(call: dict[str, Any]) -> "PreTrainedModel | None":
+def _heads_of(call: dict[str, Any]) -> "CloverHeads | None":
     """The heads that this call is to draft with: `assistant_model`, or those of `custom_generate`."""
     loop, assistant = call.get("custom_generate"), call.get("assistant_model")
     if isinstance(assistant, (str, os.PathLike)):

@@ -8,6 +8,7 @@ Shapes: B batch, n tree nodes, V vocabulary.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from ..network.modeling_clover import CloverHeads
 from .budget import make_budget
 from .chain import ChainRun
 from .heads_run import HeadsRun
+from .interfaces import Run
 from .private_api import cache_name
 from .ranks import any_goes_on, shared_budget
 from .record import Speculation, report
@@ -47,6 +49,7 @@ def speculate(
     """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay. `route`: as
     `choose_route` says."""
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
+    run: Run
     if route.method == TREE:
         run = TargetRun(target, text.config, model_kwargs, widest=budget.most_nodes + 1)
     else:
@@ -87,5 +90,5 @@ def speculate(
     report(stats)
     if not text.config.return_dict_in_generate:
         return sequences
-    record = {"scores": text.scores, "logits": text.logits, cache_name(): cache}
-    return CloverGenerateOutput(sequences=sequences, **record, speculation=stats)
+    record: dict[str, Any] = {"sequences": sequences, "scores": text.scores, "logits": text.logits}
+    return CloverGenerateOutput(**record, **{cache_name(): cache}, speculation=stats)

@@ -7,6 +7,7 @@ a layer looks at part of the text only, a node stands where its token would.
 Shapes: B batch, n tree nodes, C cache columns.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +39,9 @@ class MaskRules:
     def are_full_for(self, columns: int) -> bool:
         """Whether every layer looks at the whole of a text of so many columns."""
         spans = {FULL: None, SLIDING: self.window, CHUNKED: self.chunk}
-        return all(spans.get(kind, 0) is None or columns <= spans[kind] for kind in self.kinds)
+        return all((span := spans.get(kind, 0)) is None or columns <= span for kind in self.kinds)
 
-    def arrange(self, masks: dict[str, torch.Tensor | None]) -> Any:
+    def arrange(self, masks: Mapping[str, torch.Tensor | None]) -> Any:
         """As the target takes them."""
         packed: dict[str, torch.Tensor | None] = {}
         for kind, mask in masks.items():
@@ -94,7 +95,7 @@ def narrowed(
     slot = torch.arange(visible.shape[2], device=visible.device) - starts  # [B, C]
     staged = nodes.gather(1, slot.clamp(0, depths.shape[1] - 1))  # [B, C]
     column = torch.where(slot < 0, slot + starts, staged)  # [B, C] likewise, committed ones as they are
-    if kind == SLIDING:
+    if kind == SLIDING and rules.window is not None:
         return visible & (nodes[:, :, None] - column[:, None] < rules.window)
     if kind == CHUNKED:
         node_chunk, column_chunk = (nodes - padding) // rules.chunk, (column - padding) // rules.chunk
@@ -104,7 +105,8 @@ def narrowed(
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[B, 1, n, C] to be added to the attention scores, which sdpa would make of a bool mask in every layer anew."""
-    mask = blank(visible.shape[0], *visible.shape[1:], dtype, visible.device, torch.finfo(dtype).min)
+    batch, size, columns = visible.shape
+    mask = blank(batch, size, columns, dtype, visible.device, torch.finfo(dtype).min)
     return mask.masked_fill_(visible[:, None], 0)
 
 

@@ -35,7 +35,8 @@ def one_by_one(target: PreTrainedModel) -> Iterator[None]:
         with memory.lock:
             memory.one_by_one -= 1
             for layer in layers if not memory.one_by_one else ():
-                before, was_its_own = layer.forward.before
+                stepwise: Any = layer.forward
+                before, was_its_own = stepwise.before
                 if was_its_own:
                     layer.forward = before
                 else:
@@ -60,8 +61,9 @@ def _stepwise(forward: Callable, was_its_own: bool) -> Callable:
             return torch.cat(outputs, dim=1)
         return torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:]
 
-    run.before = forward, was_its_own
-    return run
+    stepwise: Any = run  # a function, which may carry a note
+    stepwise.before = forward, was_its_own
+    return stepwise
 
 
 def _holds_text(cache: Cache) -> bool:

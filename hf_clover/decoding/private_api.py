@@ -17,6 +17,7 @@ import torch
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
+    from transformers.generation.utils import GenerationMixin
 
 # What each is for: why no public name will do.
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
@@ -29,7 +30,7 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def generation_mixin() -> type:
+def generation_mixin() -> "type[GenerationMixin]":
     """Imported when it is asked for: importing it loads the hook, which needs this module whole."""
     from transformers.generation.utils import GenerationMixin
 
@@ -78,23 +79,25 @@ def require(owner: type, names: tuple[str, ...]) -> None:
 
 def read_prompt(target: "PreTrainedModel", input_ids: torch.Tensor, config: "GenerationConfig", inputs: dict) -> Any:
     """The target's outputs for the prompt, in chunks where the config says so. `inputs` gets what was made for it."""
-    return target._prefill(input_ids, config, inputs)
+    return target._prefill(input_ids, config, inputs)  # type: ignore[operator]
 
 
 def generate_plainly(target: "PreTrainedModel", *arguments: Any, **options: Any) -> Any:
-    return target._sample(*arguments, **options)
+    return target._sample(*arguments, **options)  # type: ignore[operator]
 
 
 def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict, tokens: int = 1) -> dict[str, Any]:
     """What the next forward takes beside its tokens, once so many more are there."""
-    return target._update_model_kwargs_for_generation(outputs, inputs, num_new_tokens=tokens)
+    update = target._update_model_kwargs_for_generation
+    return update(outputs, inputs, num_new_tokens=tokens)  # type: ignore[operator]
 
 
 def inputs_of_step(
     target: "PreTrainedModel", input_ids: torch.Tensor, inputs: dict, fed: int | None, wanted: int
 ) -> dict[str, Any]:
     """All that a forward over the last `fed` tokens takes (None: over the whole text), for `wanted` rows of logits."""
-    made = target.prepare_inputs_for_generation(input_ids, next_sequence_length=fed, **inputs)
+    prepare = target.prepare_inputs_for_generation
+    made = prepare(input_ids, next_sequence_length=fed, **inputs)  # type: ignore[operator]
     if "logits_to_keep" in made:
         made["logits_to_keep"] = wanted
     return made

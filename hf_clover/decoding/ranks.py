@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..network.target_parts import device_of
-from .budget import Budget
+from .interfaces import Budget
 from .state import random_state, set_random_state
 from .tree import Tree
 
@@ -97,7 +97,7 @@ class SharedBudget:
             self.own.learn(tree, paths, draft_seconds, forward_seconds)
 
 
-def shared_budget(own: Budget, target: PreTrainedModel) -> "Budget | SharedBudget":
+def shared_budget(own: Budget, target: PreTrainedModel) -> Budget:
     """`own`, or what makes it the first process's affair where `target` is tensor-parallel."""
     group = tensor_parallel_group(target)
     return own if group is None else SharedBudget(own, group)

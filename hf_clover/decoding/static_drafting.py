@@ -15,7 +15,8 @@ from transformers import CompileConfig
 from transformers.cache_utils import Cache
 
 from ..network.modeling_clover import CloverHeads
-from .drafting import CloverCandidateGenerator, Settled, grow
+from .cache import TreeCache
+from .drafting import CloverCandidateGenerator, Settled, given, grow
 from .foresight import Foresight
 from .masks import additive, visible_columns
 from .static_target import StaticTreeCache, compiled_function, lent_cache
@@ -42,6 +43,8 @@ def compiled_drafter(
 
 
 class CompiledDrafter(CloverCandidateGenerator):
+    cache: StaticTreeCache | None
+
     def __init__(
         self,
         heads: CloverHeads,
@@ -59,24 +62,28 @@ class CompiledDrafter(CloverCandidateGenerator):
 
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
+        roots = given(self.roots)
         if nodes == 0 or self.is_broken:
-            return root_only(self.roots)
+            return root_only(roots)
         if self.state is None:
             self._take_in_prompt()
         new = self._last_settled()
-        counts = torch.tensor(new.counts).to(self.roots.device, non_blocking=True)  # [B], taken before this returns
-        values = (new.hidden, new.next_tokens, new.positions, counts, self.state, self.roots)
+        counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], taken before this returns
+        values = (new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots)
+        if foresight is not None:
+            foresight = foresight.whole()
         with self._staged(new):
-            state, *tree = self._step(nodes, shape or self.config.draft_tree, values, foresight and foresight.whole())
-        self.state = state
-        return Tree(*tree, max_depth=min(self.config.draft_depth, nodes))
+            found = self._step(nodes, shape or self.config.draft_tree, values, foresight)
+        self.state, tokens, parents, depths, log_probs, valid = found
+        return Tree(tokens, parents, depths, log_probs, valid, max_depth=min(self.config.draft_depth, nodes))
 
     def _step(
         self, nodes: int, shape: str, values: Sequence[torch.Tensor], foresight: Foresight | None
     ) -> tuple[torch.Tensor, ...]:
         """`draft_step` compiled; `values` are its tensors."""
         capacity = None if self.cache is None else self.cache.capacity
-        sizes = (len(self.roots), capacity, nodes, shape, foresight and foresight.temperature)
+        temperature = None if foresight is None else foresight.temperature
+        sizes = (len(given(self.roots)), capacity, nodes, shape, temperature)
         run = compiled_function(draft_step, self.compile_config, self.heads, sizes)
         # Copies of one layout each: another stride, or two that are one tensor, would make another graph.
         values = [value.clone(memory_format=torch.contiguous_format) for value in values]
@@ -95,27 +102,27 @@ class CompiledDrafter(CloverCandidateGenerator):
             self.cache.slots.lengths = [0] * len(prompt.counts)
         self.state = prompt.at_last(self._states_of(prompt))
 
-    def _encoded(self, new: Settled) -> torch.Tensor:
+    def _encoded(self, new: Settled, cache: TreeCache) -> torch.Tensor:
         """Of the prompt all columns as they are, padding too, which is masked."""
-        mask = self._mask(new.hidden.shape[1], new.hidden.device)
-        states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, self.cache)  # [B, m, d]
-        self.cache.finish_filling(len(new.counts))
+        mask = self._mask(new.hidden.shape[1], cache.lengths, new.hidden.device)
+        states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, cache)  # [B, m, d]
+        cache.finish_filling(len(new.counts))
         return states
 
     def _last_settled(self) -> Settled:
         """Takes in what waits, up to its last `width` positions or fewer: these, filled up to `width`."""
-        batch, width = len(self.roots), self.width
+        roots, width = given(self.roots), self.width
+        batch, device = len(roots), roots.device
         new = Settled.joined(self._waiting) if self._waiting else None
         self._waiting = []
         while new is not None and new.hidden.shape[1] > width:
             part, new = new.part(0, width), new.part(width, new.hidden.shape[1])
-            counts = torch.tensor(part.counts, device=self.roots.device)
+            counts = torch.tensor(part.counts, device=device)
             with self._staged(part):
-                values = (part.hidden, part.next_tokens, part.positions, counts, self.state)
+                values = (part.hidden, part.next_tokens, part.positions, counts, given(self.state))
                 self.state = take_in(self.heads, self.cache, *values)
         if new is None:
-            size, device = self.config.hidden_size, self.roots.device
-            hidden = torch.zeros(batch, width, size, dtype=self.heads.dtype, device=device)
+            hidden = torch.zeros(batch, width, self.config.hidden_size, dtype=self.heads.dtype, device=device)
             empty = torch.zeros(batch, width, dtype=torch.long, device=device)
             return Settled(hidden, empty, empty, [0] * batch)
         missing = width - new.hidden.shape[1]
@@ -173,7 +180,7 @@ def draft_step(
     """`take_in`, then the tree's tensors."""
     state = take_in(heads, cache, hidden, next_tokens, positions, counts, state)
     to_recall = None
-    if heads.config.recall:
+    if cache is not None and heads.config.recall:
         text, (layer, tokens) = cache.slots.text, cache.layers[-2:]
         ends = cache.slots.starts + counts[:, None]  # [B, 1]
         visible = text & (torch.arange(text.shape[1], device=text.device) < ends)  # [B, C]

@@ -13,7 +13,7 @@ Shapes: B batch, n tree nodes, C capacity, M moved entries at most, d hidden siz
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from .cache import Moves, Slots, TreeCache, TreeLayer
 from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, visible_columns
 from .private_api import cache_name, may_vary, stays_in_place
 from .target_memory import memory_of
+
+if TYPE_CHECKING:
+    from .draft_graph import DraftGraphs
 
 NODE_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)  # with the root
 CAPACITY_STEP = 128  # calls of nearby lengths share a shape
@@ -37,7 +40,7 @@ MOVES = 8  # entries per row that a step's graph moves; a longer path is moved b
 class StaticSlots(Slots):
     """`lengths` on the device as well, with what the last commit left to be moved."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int | None) -> None:
         super().__init__(capacity)
         self.state: torch.Tensor  # [B, 2 + M] length, where the moved entries go, where they come from
         self.text: torch.Tensor  # [B, C] bool, False where the prompt is padding
@@ -97,6 +100,7 @@ class StaticTreeCache(TreeCache):
         self.rows, self.capacity = batch_size, capacity
         self._pending: Moves | None = None  # what the next forward, or an export, has to move
         self._has_moved = False  # a forward has done so since
+        self.graphs: DraftGraphs | None = None  # which have this cache's addresses
         self.slots.state = torch.zeros(batch_size, 2 + MOVES, dtype=torch.long, device=device)
         self.slots.text = torch.ones(batch_size, capacity, dtype=torch.bool, device=device)
         for tensor in (self.slots.state, self.slots.text):
@@ -136,8 +140,9 @@ class StaticTreeCache(TreeCache):
         self.slots.lengths = [length + len(path) for length, path in zip(before, paths, strict=True)]
         if max(map(len, paths)) > MOVES:
             self._move(moves)
-            moves, paths = None, [()] * len(paths)
-        self._hold(moves, before, paths)
+            self._hold(None, before, [()] * len(paths))
+        else:
+            self._hold(moves, before, paths)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """At other addresses from here on."""
@@ -176,8 +181,7 @@ def lent_cache(target: PreTrainedModel, num_layers: int, batch_size: int, slots:
     memory = memory_of(target)
     with memory.lock:
         cache, memory.idle_cache = memory.idle_cache, None
-    fits = cache is not None and cache.rows == batch_size and slots <= cache.capacity <= 2 * slots
-    if not fits or cache.dtype not in (target.dtype, None) or cache.slots.state.device != target.device:
+    if cache is None or not _fits(cache, target, batch_size, slots):
         del cache  # its memory is free before the next one's is taken
         cache = StaticTreeCache(num_layers, batch_size, -(-slots // CAPACITY_STEP) * CAPACITY_STEP, target.device)
     cache.clear()
@@ -185,6 +189,11 @@ def lent_cache(target: PreTrainedModel, num_layers: int, batch_size: int, slots:
         yield cache
     finally:
         memory.idle_cache = cache
+
+
+def _fits(cache: StaticTreeCache, target: PreTrainedModel, batch_size: int, slots: int) -> bool:
+    is_of_target = cache.dtype in (target.dtype, None) and cache.slots.state.device == target.device
+    return is_of_target and cache.rows == batch_size and slots <= cache.capacity <= 2 * slots
 
 
 def compiled_step(target: PreTrainedModel, config: CompileConfig | None, cache: StaticTreeCache) -> Callable:

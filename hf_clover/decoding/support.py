@@ -67,7 +67,7 @@ def choose_route(
         return Route(PLAIN, "gradient checkpointing keeps no cache in training mode; `.eval()` leaves that")
     kind = None if cache is None else type(cache)
     if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
-        kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{kind.__name__}`"
+        kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{type(cache).__name__}`"
         return Route(PLAIN, f"a tree cannot be kept in {kept}")
     reason = _why_only_one_by_one(target, text, model_kwargs)
     if reason is not None:

@@ -7,11 +7,18 @@ what belongs to a cache of the user's (`drafting`) or to a thread.
 """
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from ..network.modeling_clover import CloverHeads
+    from .budget import Experience
+    from .static_target import StaticTreeCache
+    from .target_run import _FinalNorm
 
 
 @dataclass(eq=False)
@@ -23,18 +30,20 @@ class TargetMemory:
     # attention: whether it does more with its mask than attend by it, so that query heads are not packed
     is_never_packed: bool = False
     # attention: how many calls have switched its attention, and what each of its configs named before
-    switched: tuple[int, list] = (0, [])
+    switched: tuple[int, list[tuple[Any, str | None]]] = (0, [])
     # target_run: the hooks before its final norm, while anybody listens
-    final_norm: Any = None
+    final_norm: "_FinalNorm | None" = None
     # one_by_one: how many calls want its recurrent layers to go token by token
     one_by_one: int = 0
     # static_target: the static cache that was used last, while nobody uses it; what was compiled, by its shape
-    idle_cache: Any = None
-    compiled: dict[tuple, tuple] = field(default_factory=dict)
+    idle_cache: "StaticTreeCache | None" = None
+    compiled: dict[tuple, tuple[CompileConfig, Callable[..., Any]]] = field(default_factory=dict)
     # drafting_copy: what drafts in place of each set of heads, and what it was made from
-    drafting_copies: WeakKeyDictionary = field(default_factory=WeakKeyDictionary)
+    drafting_copies: "WeakKeyDictionary[CloverHeads, tuple[tuple, CloverHeads]]" = field(
+        default_factory=WeakKeyDictionary
+    )
     # budget: what was learned of it with each set of heads
-    experience: WeakKeyDictionary = field(default_factory=WeakKeyDictionary)
+    experience: "WeakKeyDictionary[CloverHeads, Experience]" = field(default_factory=WeakKeyDictionary)
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, TargetMemory] = WeakKeyDictionary()

@@ -26,6 +26,8 @@ from .ranks import any_goes_on
 from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
+    StaticSlots,
+    StaticTreeCache,
     compiled_step,
     lent_cache,
     note_hidden,
@@ -47,7 +49,7 @@ _PROMPT_INPUTS = (
 
 
 class TargetRun:
-    shape = None  # any tree
+    shape: str | None = None  # any tree
     replayed, must_settle = 0, False
 
     def __init__(
@@ -64,11 +66,11 @@ class TargetRun:
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
         self.cache = TreeCache(self.num_layers)
         self.forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in _PROMPT_INPUTS and v is not None}
-        self.hidden: torch.Tensor | None = None  # [B, n, d] of the last forward, before the final norm
+        self.hidden: torch.Tensor  # [B, n, d] of the last forward, before the final norm
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
         self.widest = widest
-        self.theirs = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
+        self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
         self.is_compiled = False
         self._step: Callable = verify_step
@@ -93,7 +95,7 @@ class TargetRun:
     def _starts(self) -> int | torch.Tensor:
         """The rows' lengths, as one number or [B, 1]."""
         slots = self.cache.slots
-        if self.is_compiled:
+        if isinstance(slots, StaticSlots):
             return slots.starts
         return slots.lengths[0] if slots.is_even else slots.starts_on(self._shift.device)
 
@@ -122,7 +124,7 @@ class TargetRun:
         if limit is not None:
             # The answer's last token is never fed back, so positions end one before it.
             self._last = following.max() + max(limit - input_ids.shape[1] - 2, 0)
-        elif self.is_compiled:
+        elif isinstance(self.cache, StaticTreeCache):
             self._last = following.max() + self.cache.capacity
         return outputs.logits[:, -1:]
 
@@ -159,7 +161,8 @@ class TargetRun:
             torch.nn.functional.pad(values, (0, width - size)).clone(memory_format=torch.contiguous_format)
             for values in (tree.tokens, tree.parents, tree.depths)
         )  # [B, width] each; a node too many stands beside the root's children and is not looked at
-        logits, hidden = (self._step if fits else verify_step)(
+        step: Callable = self._step if fits else verify_step
+        logits, hidden = step(
             *(self.target, self.cache, self.rules, self._mask_dtype()),
             max(self.widest, SPARE_SLOTS).bit_length(),
             *(tokens, parents, depths, self._shift, self._last, self.forward_kwargs),
@@ -237,13 +240,13 @@ class TargetRun:
         longest = self.generation_config.max_length + (0 if embeds is None else embeds.shape[1])
         plain = [layer.max_cache_len for layer in self.theirs.layers if not layer.is_sliding]
         slots = max([longest, *plain]) + max(self.widest, SPARE_SLOTS)
-        self.cache = self._open.enter_context(lent_cache(self.target, self.num_layers, batch, slots))
+        self.cache = cache = self._open.enter_context(lent_cache(self.target, self.num_layers, batch, slots))
         if self.prompt_mask is not None:
-            self.cache.slots.text[:, : self.prompt_mask.shape[1]] = self.prompt_mask
-        self._step = compiled_step(self.target, self.generation_config.compile_config, self.cache)
+            cache.slots.text[:, : self.prompt_mask.shape[1]] = self.prompt_mask
+        self._step = compiled_step(self.target, self.generation_config.compile_config, cache)
         self.is_compiled = True
 
-    def _load(self, other: Any | None) -> None:
+    def _load(self, other: Any) -> None:
         length = 0 if other is None else int(other.get_seq_length())
         if length:
             states = [

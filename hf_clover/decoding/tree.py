@@ -8,7 +8,7 @@ Shapes: B batch, N draft nodes, n = N + 1 nodes with the root, W beams, k childr
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from transformers import MinPLogitsWarper, TopPLogitsWarper
@@ -38,14 +38,16 @@ class Tree:
     def to(self, device: torch.device) -> "Tree":
         if self.tokens.device == device:
             return self
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Tree(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()})
+        return self._with(lambda values: values.to(device), self.max_depth)
 
     def first(self, nodes: int) -> "Tree":
         """The tree of the root and the first `nodes` nodes: they are sorted, so none of them loses its parent."""
-        kept = slice(nodes + 1)
+        return self._with(lambda values: values[:, : nodes + 1], min(self.max_depth, nodes))
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor], max_depth: int) -> "Tree":
         values = (self.tokens, self.parents, self.depths, self.log_probs, self.valid)
-        return Tree(*(value[:, kept] for value in values), max_depth=min(self.max_depth, nodes))
+        tokens, parents, depths, log_probs, valid = map(change, values)
+        return Tree(tokens, parents, depths, log_probs, valid, max_depth)
 
     def ancestors(self) -> torch.Tensor:
         """[B, n, n]: whether column is row or above it."""
@@ -197,7 +199,7 @@ def grow_levels(
         broken = broken | ~(logits.amax(-1) < torch.inf).all(1)  # one look: NaN is the largest of all
         kept = logits.flatten(0, 1)  # [B W, V]
         for warper in warpers:
-            kept = warper(None, kept)
+            kept = warper(None, kept)  # type: ignore[arg-type]  # these two look at no text
         log_probs = _log_probs(logits).masked_fill(kept.view_as(logits) == -torch.inf, -torch.inf)
         log_probs, tokens = log_probs.topk(min(nodes, log_probs.shape[-1]), dim=-1)  # [B, W, k]
         children = tokens.shape[2]

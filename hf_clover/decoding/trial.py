@@ -8,11 +8,10 @@ Shapes: B rows, T prompt columns, n nodes, k tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     DynamicCache,
     GenerationConfig,
     LlamaConfig,
@@ -20,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.bloom import BloomConfig, BloomForCausalLM
 
 from ..network.target_parts import device_of
 from .chain import ChainRun
@@ -47,7 +47,7 @@ def made_up_bloom() -> PreTrainedModel:
     """Its positions are cache slots, so it verifies chains alone. Its final norm makes one token likely everywhere, so
     heads that use that norm guess right without training."""
     config = BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, eos_token_id=None)
-    target = _made_up(BloomForCausalLM, config)
+    target: Any = _made_up(BloomForCausalLM, config)
     likely = target.get_input_embeddings().weight[7]  # [d]
     target.transformer.ln_f.bias.data = 8 * likely.detach() / likely.detach().norm()
     return target

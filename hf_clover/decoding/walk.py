@@ -66,8 +66,10 @@ def _replay_in_lockstep(
             text.finished[row] = text.finished[row] or stop
         if text.streamer is not None:
             text.streamer.put(tokens.cpu())
-        nodes = [below.get(step) for below, step in zip(children, zip(nodes, picked, strict=True), strict=True)]
-        if text.done or None in nodes:
+        steps = zip(nodes, picked, strict=True)
+        found = [below.get(step) for below, step in zip(children, steps, strict=True)]
+        nodes = [node for node in found if node is not None]
+        if text.done or len(nodes) < len(found):
             return
 
 
@@ -108,12 +110,12 @@ def _replay_abreast(
 
 def _logits_at(logits: torch.Tensor, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
     """A copy [k, V] in float32, as plain generate takes it."""
-    rows, nodes = (torch.tensor(index, device=logits.device) for index in (list(rows), list(nodes)))
-    return logits[rows, nodes].to(copy=True, dtype=torch.float32)
+    of_row, of_node = (torch.tensor(index, device=logits.device) for index in (list(rows), list(nodes)))
+    return logits[of_row, of_node].to(copy=True, dtype=torch.float32)
 
 
 def _process(processors: LogitsProcessorList, input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
-    scores = processors(input_ids, raw)
+    scores = processors(input_ids, raw)  # type: ignore[arg-type]  # no text for those that look at none
     if bool(torch.isnan(scores).any()):
         raise_nan(scores)
     return scores

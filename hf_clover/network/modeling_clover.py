@@ -185,8 +185,8 @@ class CloverHeads(PreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
         if attention_mask is None or attention_mask.ndim == 2:
-            mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
-            attention_mask = mask
+            made: Any = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+            attention_mask = made  # a tensor; another kind is flex attention's
         return self.rotary_emb(x, position_ids), attention_mask
 
     def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
