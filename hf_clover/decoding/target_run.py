@@ -142,7 +142,9 @@ class TargetRun:
     def _ask_for_inputs(self, input_ids: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> None:
         """What the target's own methods would pass on at the next step."""
         token = outputs.logits[:, -1].argmax(-1, keepdim=True).to(input_ids)  # [B, 1]
-        _, made = next_step(self.target, torch.cat((input_ids, token), dim=1), outputs, dict(inputs))
+        inputs = inputs_after(self.target, outputs, dict(inputs))
+        made = inputs_of_step(self.target, torch.cat((input_ids, token), dim=1), inputs, 1, 1)
+        made = {name: value for name, value in made.items() if name not in MADE_ANEW and value is not None}
         self.token_kwargs = {name: made.pop(name) for name in OF_EACH_TOKEN if name in made}
         self.forward_kwargs = made
 
@@ -309,16 +311,6 @@ class TargetRun:
             self.verify(chain_of(tokens))
             self.commit([range(min(gap, block)) for gap in missing])
         return columns
-
-
-def next_step(
-    target: PreTrainedModel, input_ids: torch.Tensor, outputs: Any, inputs: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`inputs` as plain generate has them once the last of `input_ids` is there, and what it would pass on with that
-    token, beside what is `MADE_ANEW`."""
-    inputs = inputs_after(target, outputs, inputs)
-    made = inputs_of_step(target, input_ids, inputs, 1, 1)
-    return inputs, {k: v for k, v in made.items() if k not in MADE_ANEW and v is not None}
 
 
 @contextmanager
