@@ -67,8 +67,10 @@ def choose_route(
         return Route(TREE)
     if kind is StaticCache:  # where some of these, GPT-Neo for one, make another text than in one that grows
         return Route(PLAIN, f"{reason}, and chains are drafted in a cache that grows, `generate`'s default, alone")
+    # A crop would take what the caller's cache is to record of its past.
+    records = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     for route in (
-        Route(CHAIN, reason),
+        *(() if records else (Route(CHAIN, reason),)),
         Route(REPLAYED, reason),
         Route(REPLAYED, f"{reason}, and its recurrent layers take tokens one by one", steps=True),
     ):

@@ -125,7 +125,8 @@ class TargetRun:
         known = self.cache.get_seq_length()
         outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
         if self.cache.get_seq_length() == known:  # Phi-3 starts a cache of its own for a prompt beyond some length
-            self._load(outputs[cache_name()])
+            self.theirs = outputs[cache_name()]
+            self._load(self.theirs)
         self.cache.finish_filling(batch)
         self.hidden = self._take_hidden()
         self._ask_for_inputs(input_ids, outputs, kwargs)
@@ -282,17 +283,16 @@ class TargetRun:
             self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
 
     def hand_back(self, columns: int) -> Any:
-        """The first `columns` as a cache that plain generate can continue: the user's own, or a new one."""
+        """The first `columns` as a cache that plain generate can continue: the user's own, or a new one. It gets what
+        it does not hold yet, and makes of that what it would in plain generate."""
         cache = self.theirs if self.theirs is not None else DynamicCache(config=self.text_config)
-        if isinstance(cache, DynamicCache):
-            # New layers, in the user's object: what `reset` leaves in a dynamic layer differs between versions.
-            cache.layers[:] = DynamicCache(config=self.text_config).layers[: self.num_layers]
-        else:
+        if not isinstance(cache, DynamicCache):
             cache.reset()
+        known = int(cache.get_seq_length())
         for layer_idx in range(self.num_layers):
             states = self.cache.export(layer_idx, columns)
             if states is not None:
-                cache.update(states[0].clone(), states[1].clone(), layer_idx)
+                cache.update(*(each[:, :, known:] for each in states), layer_idx)
         return cache
 
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
