@@ -1,5 +1,6 @@
 """A cache of the caller's comes back as plain generate would have left it, and is taken as it comes."""
 
+import copy
 import warnings
 
 import pytest
@@ -82,3 +83,25 @@ def test_what_comes_back(name, made, records, shape):
         plain = generate(target, ids, mask, caches[0])
         ours = generate(target, ids, mask, caches[1], heads, plain.sequences)
         assert torch.equal(ours.sequences, plain.sequences)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
+@pytest.mark.parametrize("change", ["repeat", "select"])
+def test_another_batch_from_turn_to_turn(name, change):
+    target = build(name, vocab_size=VOCABULARY)
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, SHAPES["ragged"])
+    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], DynamicCache(config=target.config)
+    truth = generate(target, ids, mask, copy.deepcopy(cache))
+    first = generate(target, ids, mask, cache, heads, truth.sequences)
+    rows = torch.arange(3).repeat_interleave(2) if change == "repeat" else torch.tensor([2, 0])
+    caches = [cache, copy.deepcopy(cache)]
+    for each in caches:
+        if change == "repeat":
+            each.batch_repeat_interleave(2)
+        else:
+            each.batch_select_indices(rows)
+    ids, mask = grown(first.sequences[rows], mask[rows])
+    plain = generate(target, ids, mask, caches[1])
+    ours = generate(target, ids, mask, caches[0], heads, plain.sequences)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.speculation.accepted_tokens > NEW // 3

@@ -55,7 +55,7 @@ class HeadsRun:
             return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
         heads = drafting_copy(heads, run.target)
         eager = CloverCandidateGenerator.for_conversation(
-            heads, run.theirs, run.known_columns, mask, config.prefill_chunk_size
+            heads, run.theirs, len(run.hidden), run.known_columns, mask, config.prefill_chunk_size
         )
         rows, columns = run.hidden.shape[:2]
         columns += run.known_columns + self.text.max_length - self.text.rows()[0].shape[0]
