@@ -213,7 +213,8 @@ class _Until(StoppingCriteria):
         self.length = length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+        ended = input_ids.shape[1] >= self.length
+        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)
 
 
 def _of_one_length(texts: Sequence[torch.Tensor], pad: int) -> list[torch.Tensor]:
