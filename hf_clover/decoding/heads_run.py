@@ -9,6 +9,7 @@ Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,12 @@ from .target_run import TargetRun
 from .tree import Tree, with_chain, with_path
 
 DROP_BELOW = 0.75  # of a batch's rows going on
+
+
+def in_own_precision(heads: CloverHeads) -> AbstractContextManager[None]:
+    """The heads cast what they are given to their own dtype: a caller's `torch.autocast` is for the target alone."""
+    kind = heads.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class HeadsRun:
@@ -74,7 +81,8 @@ class HeadsRun:
         tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
         positions = self.run.model_kwargs["position_ids"]
         positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
-        self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
+        with in_own_precision(self.drafter.heads):
+            self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
 
     def take_in(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
         """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
@@ -98,7 +106,8 @@ class HeadsRun:
             for row, count in zip(text.running_rows(), counts, strict=True)
         ]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
-        self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
+        with in_own_precision(self.drafter.heads):
+            self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
 
     # ------------------------------------------------------------------ what they draft
 
@@ -111,7 +120,8 @@ class HeadsRun:
         self.drafted = 0 if self.run.must_settle else nodes
         levels = min(self.drafted, self.drafter.config.draft_depth)
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
-        tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
+        with in_own_precision(self.drafter.heads):
+            tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
         if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
             tree = with_path(tree, *(each.to(tree.tokens.device) for each in paths), copied or tree.size - 1)
         tree = self.budget.cut(tree, unfinished, lengths)

@@ -20,7 +20,15 @@ from .attention import shared_heads
 from .private_api import attention_of, cache_name, makes_inputs_itself
 from .state import Text
 from .target_memory import memory_of
-from .trial import ChangingInputError, NotANumberError, chain_error, own_inputs, rounding_tolerance, tree_error
+from .trial import (
+    ChangingInputError,
+    NotANumberError,
+    chain_error,
+    own_inputs,
+    precision_of,
+    rounding_tolerance,
+    tree_error,
+)
 
 TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -160,7 +168,7 @@ def _what_counts(target: PreTrainedModel, own: dict[str, Any]) -> tuple:
     """What a trial's outcome depends on."""
     config = target.config.get_text_config(decoder=True)
     own_names = (makes_inputs_itself(target), *sorted(own))
-    return attention_of(config), target.dtype, device_of(target), target.training, own_names
+    return attention_of(config), target.dtype, precision_of(target), device_of(target), target.training, own_names
 
 
 def _measure(target: PreTrainedModel, own: dict[str, Any]) -> str | None:

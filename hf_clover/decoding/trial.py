@@ -29,9 +29,15 @@ _STEPPED = [0, 1, 3]  # the nodes whose logits plain steps must give
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
 
 
+def precision_of(target: PreTrainedModel) -> torch.dtype:
+    """What it multiplies in, which is not its weights' under `torch.autocast`."""
+    kind = device_of(target).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else target.dtype
+
+
 def rounding_tolerance(target: PreTrainedModel) -> float:
     """Of the spread of its logits, up to which another way to compute them counts as the same."""
-    if target.dtype in (torch.float32, torch.float64):
+    if precision_of(target) in (torch.float32, torch.float64):
         return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
     return 0.1
 
