@@ -164,7 +164,7 @@ def test_targets_that_cannot_verify_drafts_fall_back(name, attention):
 
 @pytest.mark.parametrize("node", [None, *range(7)])
 def test_a_trial_sees_a_fault_at_any_node(node):
-    """Before the first tree, a trial tree's logits are compared with those of its two paths: 13 forwards in all."""
+    """Before the first tree, a trial tree's logits are compared with those of its two paths: 15 forwards in all."""
     target, forwards = build("llama"), []
 
     def faulty(module, args, kwargs, output):
@@ -173,9 +173,9 @@ def test_a_trial_sees_a_fault_at_any_node(node):
             output.logits[0, node] += torch.randn(output.logits.shape[-1])
 
     target.register_forward_hook(faulty, with_kwargs=True)
-    why_not = _why_no_tree(target)
+    why_not = _why_no_tree(target, {})
     if node is None:
         assert why_not is None
-        assert len(forwards) == 13
+        assert len(forwards) == 15
     else:
         assert "its logits for a trial tree differ from those of plain forwards" in why_not

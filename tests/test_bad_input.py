@@ -183,18 +183,40 @@ class Poison(LogitsProcessor):
         return scores * math.nan if self.calls > self.after else scores
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_nan_from_a_processor(model, heads, inputs, do_sample):
+def test_nan_from_a_processor(model, heads, inputs):
+    """Nothing can be sampled from it: plain generate says so too, in other words."""
     before = state_of(model)
     with pytest.raises(ValueError, match=r"`logits` of the target contain NaN.*remove_invalid_values"):
         model.generate(
             **inputs,
             assistant_model=heads,
             max_new_tokens=NEW,
-            do_sample=do_sample,
+            do_sample=True,
             logits_processor=LogitsProcessorList([Poison(4)]),
         )
     assert state_of(model) == before
+
+
+class PoisonsSome(LogitsProcessor):
+    """NaN at every third token, for an id that depends on the text."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] % 3 == 0:
+            scores[torch.arange(len(scores)), input_ids[:, -1] // 2 + 3] = math.nan
+        return scores
+
+
+@pytest.mark.parametrize("make", [lambda: Poison(4), PoisonsSome])
+@pytest.mark.parametrize("lengths", [(4,), (5, 9, 3)])
+def test_nan_from_a_processor_is_the_largest_number_in_greedy_decoding(model, heads, lengths, make):
+    """As for plain generate's `argmax`."""
+    inputs = ragged_batch(VOCABULARY, lengths)
+    plain = model.generate(**inputs, max_new_tokens=NEW, logits_processor=LogitsProcessorList([make()]))
+    drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}
+    with planted(plain, inputs["input_ids"].shape[1]):
+        ours = model.generate(**inputs, max_new_tokens=NEW, logits_processor=LogitsProcessorList([make()]), **drafts)
+    assert torch.equal(ours.sequences, plain)
+    assert ours.speculation.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True}, {"repetition_penalty": 1.2}])

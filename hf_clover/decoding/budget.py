@@ -97,7 +97,7 @@ class Acceptance:
     HOPE, SURELY, LUCK = 3.0, 9.0, 0.05  # log odds that heads know anything, at first and at most; luck's share
 
     def __init__(self) -> None:
-        self.promised, self.kept = torch.zeros(self.BINS), torch.zeros(self.BINS)
+        self.promised, self.kept = torch.zeros(2, self.BINS, dtype=torch.float32)
         self.odds = self.HOPE
 
     def bins(self, log_probs: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,8 @@ class TreeLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         empty = [states.new_empty((*states.shape[:2], 0, states.shape[3])) for states in (key_states, value_states)]
-        self._use([torch.stack(empty)] if empty[0].shape == empty[1].shape else empty)
+        are_alike = len({(each.shape, each.dtype) for each in empty}) == 1
+        self._use([torch.stack(empty)] if are_alike else empty)
         self.is_initialized = True
 
     def _use(self, buffers: list[torch.Tensor]) -> None:
@@ -90,6 +91,17 @@ class TreeLayer(CacheLayerMixin):
             self.slots.check(columns)
             capacity = self.slots.capacity_for(columns)
             self._use([self._grown(buffer, capacity) for buffer in self.buffers])
+        if (self.keys.dtype, self.values.dtype) != (like[0].dtype, like[1].dtype):
+            self._promote(like)
+
+    def _promote(self, like: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """What is kept takes the wider dtype, as in a cache that grows: under `torch.autocast` keys and values may be
+        of two, and of others than in the turn before."""
+        kept = (self.keys, self.values)
+        wide = [torch.promote_types(old.dtype, new.dtype) for old, new in zip(kept, like, strict=True)]
+        if wide != [old.dtype for old in kept]:
+            self._use([old.to(dtype) for old, dtype in zip(kept, wide, strict=True)])
+            self.dtype = wide[0]
 
     @staticmethod
     def _grown(old: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -114,8 +126,8 @@ class TreeLayer(CacheLayerMixin):
         else:
             index = slots.index.to(self.device)  # [B, staged]
             rows = torch.arange(len(index), device=self.device)[:, None]  # [B, 1]
-            self.keys[rows, :, index] = key_states.transpose(1, 2)
-            self.values[rows, :, index] = value_states.transpose(1, 2)
+            self.keys[rows, :, index] = key_states.transpose(1, 2).to(self.keys.dtype)
+            self.values[rows, :, index] = value_states.transpose(1, 2).to(self.values.dtype)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def move(self, moves: "Moves") -> None:

@@ -33,6 +33,7 @@ from .private_api import (
     inputs_after,
     inputs_of_step,
     is_the_users,
+    makes_inputs_itself,
     read_prompt,
 )
 from .ranks import any_goes_on
@@ -232,7 +233,8 @@ def _columns(cache: Any) -> int:
 def _as_of(target: PreTrainedModel, inputs: dict[str, Any], new: int) -> dict[str, Any]:
     """`inputs` as plain generate has them `new` tokens later."""
     inputs = dict(inputs)
-    for count in [1] * new if inputs.get("token_type_ids") is not None else [new] if new else []:
+    one_by_one = inputs.get("token_type_ids") is not None or makes_inputs_itself(target)
+    for count in [1] * new if one_by_one else [new] if new else []:
         inputs = inputs_after(target, {}, inputs, count)
     return inputs
 

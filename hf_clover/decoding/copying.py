@@ -140,4 +140,4 @@ class Copies:
         joint = [list(accumulate(math.log(self.chance(hope)) for hope in self.hopes[row])) for row in rows]
         tokens = [[*guess, *[0] * (longest - len(guess))] for guess in guesses]
         joint = [[*each, *[-math.inf] * (longest - len(each))] for each in joint]
-        return torch.tensor(tokens), torch.tensor(joint)
+        return torch.tensor(tokens), torch.tensor(joint, dtype=torch.float32)

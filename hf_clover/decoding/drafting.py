@@ -154,16 +154,18 @@ class CloverCandidateGenerator:
         cls,
         heads: CloverHeads,
         cache: Cache | None,
+        rows: int,
         columns: int,
         prompt_mask: torch.Tensor | None,
         block: int | None = None,
     ) -> "CloverCandidateGenerator":
-        """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only.
+        """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only: the
+        caller may have changed the cache's columns or rows since.
         `block`: positions that it takes in at once, where the caller wants a limit."""
         kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
-        if kept is None or kept.heads is not heads or known != columns:
+        if kept is None or kept.heads is not heads or kept.roots is None:
             return cls(heads, prompt_mask, block)
-        return kept
+        return kept if (len(kept.roots), known) == (rows, columns) else cls(heads, prompt_mask, block)
 
     def remember(self, cache: Cache, columns: int) -> None:
         _remembered[cache] = (self, columns)

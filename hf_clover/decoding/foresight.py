@@ -105,7 +105,9 @@ def foresee(text: Text, levels: int, vocab_size: int, unwalked: Unwalked | None 
     if unwalked is None:
         return foresight
     if foresight is None:
-        foresight = Foresight(torch.zeros(len(rows), levels, vocab_size, device=rows[0].device), 1.0)
+        foresight = Foresight(
+            torch.zeros(len(rows), levels, vocab_size, dtype=torch.float32, device=rows[0].device), 1.0
+        )
     foresight = foresight.whole()
     unwalked.mark(foresight.log_noise, torch.stack([row[-1] for row in rows]), foresight.temperature)
     return foresight

@@ -9,6 +9,7 @@ Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ from .support import warn
 from .tree import Tree, with_chain, with_path
 
 DROP_BELOW = 0.75  # of a batch's rows going on
+
+
+def in_own_precision(heads: CloverHeads) -> AbstractContextManager[None]:
+    """The heads cast what they are given to their own dtype: a caller's `torch.autocast` is for the target alone."""
+    kind = heads.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class HeadsRun:
@@ -54,7 +61,7 @@ class HeadsRun:
             return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
         heads = drafting_copy(heads, run.target)
         eager = CloverCandidateGenerator.for_conversation(
-            heads, run.theirs, run.known_columns, mask, config.prefill_chunk_size
+            heads, run.theirs, len(run.hidden), run.known_columns, mask, config.prefill_chunk_size
         )
         rows, columns = run.hidden.shape[:2]
         columns += run.known_columns + self.text.max_length - self.text.rows()[0].shape[0]
@@ -73,7 +80,8 @@ class HeadsRun:
         tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
         positions = self.run.model_kwargs["position_ids"]
         positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
-        self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
+        with in_own_precision(self.drafter.heads):
+            self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
 
     def take_in(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
         """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
@@ -97,7 +105,8 @@ class HeadsRun:
             for row, count in zip(text.running_rows(), counts, strict=True)
         ]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
-        self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
+        with in_own_precision(self.drafter.heads):
+            self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
 
     # ------------------------------------------------------------------ what they draft
 
@@ -110,7 +119,8 @@ class HeadsRun:
         self.drafted = 0 if self.run.must_settle else nodes
         levels = min(self.drafted, self.drafter.config.draft_depth)
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
-        tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
+        with in_own_precision(self.drafter.heads):
+            tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
         if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
             tokens, log_probs = (each.to(tree.tokens.device) for each in paths)
             tree = with_path(tree, tokens, log_probs, copied or tree.size - 1)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
     from ..network.configuration_clover import CloverConfig
+    from ..network.modeling_clover import CloverHeads
     from .foresight import Foresight
     from .tree import Tree
 
@@ -132,6 +133,7 @@ class Budget(Protocol):
 class Drafter(Protocol):
     """The heads in one call: they take in what is settled, and draft from there."""
 
+    heads: "CloverHeads"
     config: "CloverConfig"
     prompt_mask: torch.Tensor | None  # [B, T] bool, False where the prompt is padding
     is_broken: bool  # the heads gave NaN: nothing is drafted any more

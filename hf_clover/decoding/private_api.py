@@ -103,6 +103,14 @@ def inputs_of_step(
     return made
 
 
+def makes_inputs_itself(target: "PreTrainedModel") -> bool:
+    """Whether its class has a way of its own to make a step's inputs, and not every model's."""
+    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+    return any(
+        getattr(getattr(target, name), "__func__", None) is not getattr(generation_mixin(), name) for name in names
+    )
+
+
 def is_the_users(cache: Any) -> bool:
     """Whether the caller passed this cache and so keeps it, and not generate made it."""
     return cache is not None and getattr(cache, "_is_user_defined", False)

@@ -34,7 +34,7 @@ def any_goes_on(is_done: bool, synced_gpus: bool, device: torch.device) -> bool:
     """Whether this process has something to do or, where processes go in step, any other has."""
     if not synced_gpus:
         return not is_done
-    going_on = torch.tensor(float(not is_done), device=device)
+    going_on = torch.tensor(float(not is_done), dtype=torch.float32, device=device)
     dist.all_reduce(going_on)
     return bool(going_on)
 
@@ -112,5 +112,5 @@ def shared_tree(tree: Tree, width: int, group: Any) -> Tree:
     dist.broadcast(message, group=group, group_src=0)
     size, max_depth = message[0, :2, 0].tolist()
     tokens, parents, depths, valid = message[:, :, 1 : size + 1].unbind(1)  # [B, n] each
-    log_probs = tree.log_probs if tree.size == size else torch.zeros(tokens.shape, device=tokens.device)
+    log_probs = tree.log_probs if tree.size == size else torch.zeros_like(tokens, dtype=torch.float32)
     return Tree(tokens, parents, depths, log_probs, valid.bool(), max_depth=max_depth)

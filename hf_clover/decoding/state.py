@@ -221,7 +221,7 @@ class Dice:
                 self.at(length - 1)
             generator = torch.Generator(self.like.device)
             generator.set_state(self.states[length])
-            numbers = torch.empty(self.batch_size, self.like.shape[1], device=self.like.device)
+            numbers = self.like.new_empty(self.batch_size, self.like.shape[1])
             self.numbers[length] = numbers.exponential_(1, generator=generator)
             self.states.setdefault(length + 1, generator.get_state())
             if len(self.numbers) * numbers.nbytes > MOST_BYTES:
@@ -254,7 +254,7 @@ def picks_by_a_race(device: torch.device) -> bool:
     """Whether `torch.multinomial` picks on this device as `Dice` do. Were a version of torch to do it in another way,
     sampled rows would go in lockstep, each token by `torch.multinomial` itself."""
     one, other = (torch.Generator(device).manual_seed(0) for _ in range(2))
-    probs = torch.linspace(0.1, 1, 4096, device=device).view(2, -1).softmax(-1)  # [2, 2048]
+    probs = torch.linspace(0.1, 1, 4096, dtype=torch.float32, device=device).view(2, -1).softmax(-1)  # [2, 2048]
     for _ in range(8):
         drawn = torch.multinomial(probs, num_samples=1, generator=one)[:, 0]  # [2]
         numbers = torch.empty_like(probs).exponential_(1, generator=other)

@@ -75,7 +75,7 @@ class StaticTreeLayer(TreeLayer):
             shape = (*buffer.shape[:2], -1, buffer.shape[3])
             moved = buffer.gather(2, sources[:, None, :, None].expand(shape))  # [B, kv_heads, M, head_dim]
             buffer.scatter_(2, targets[:, None, :, None].expand(shape), moved)
-            buffer.scatter_(2, index[:, None, :, None].expand(shape), new)
+            buffer.scatter_(2, index[:, None, :, None].expand(shape), new.to(buffer.dtype))
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:

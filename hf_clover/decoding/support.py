@@ -13,16 +13,26 @@ import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 
 from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
 from .attention import shared_heads
-from .private_api import attention_of, cache_name
+from .private_api import attention_of, cache_name, makes_inputs_itself
 from .state import Text
 from .target_memory import memory_of
-from .trial import NotANumberError, chain_error, made_up_llama, rounding_tolerance, tree_error
+from .trial import (
+    ChangingInputError,
+    NotANumberError,
+    chain_error,
+    made_up_llama,
+    own_inputs,
+    precision_of,
+    rounding_tolerance,
+    tree_error,
+)
 
 TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -72,24 +82,29 @@ def choose_route(
     reason = _why_only_one_by_one(target, text, model_kwargs)
     if reason is not None:
         return Route(PLAIN, reason)
-    reason = _why_no_tree(target) or _why_not_so_long(target, text.max_length)
+    own = own_inputs(target, torch.cat(text.input_ids), model_kwargs)
+    reason = _why_no_tree(target, own) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route(TREE)
-    route = _without_trees(target, len(text.finished), cache, reason)
+    route = _without_trees(target, len(text.finished), cache, reason, own)
     misunderstood = why_not_understood()
     return route if misunderstood is None else replace(route, reason=misunderstood, is_understood=False)
 
 
-def _without_trees(target: PreTrainedModel, batch: int, cache: Cache | None, reason: str) -> Route:
+def _without_trees(
+    target: PreTrainedModel, batch: int, cache: Cache | None, reason: str, own: dict[str, Any]
+) -> Route:
     """A chain in the first way that is exact, else plain. `reason`: why no tree."""
     if type(cache) is StaticCache:  # where some of these, GPT-Neo for one, make another text than in one that grows
         return Route(PLAIN, f"{reason}, and chains are drafted in a cache that grows, `generate`'s default, alone")
+    # A crop would take what the caller's cache is to record of its past.
+    records = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     for route in (
-        Route(CHAIN, reason),
+        *(() if records else (Route(CHAIN, reason),)),
         Route(REPLAYED, reason),
         Route(REPLAYED, f"{reason}, and its recurrent layers take tokens one by one", steps=True),
     ):
-        why_not = _why_no_chain(target, route, batch, cache is not None)
+        why_not = _why_no_chain(target, route, batch, cache is not None, own)
         if why_not is None:
             return route
     return Route(PLAIN, f"{reason}; {why_not}")
@@ -100,7 +115,7 @@ def why_not_understood() -> str | None:
     """None where a made-up Llama verifies a tree here, as it does in every version that hf_clover supports. Asked only
     where a target did not, and once a process: it takes half a second."""
     try:
-        found = _why_no_tree(made_up_llama())
+        found = _why_no_tree(made_up_llama(), {})
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is None:
@@ -115,8 +130,8 @@ def why_not_understood() -> str | None:
 # ---------------------------------------------------------------------- trees
 
 
-def _why_no_tree(target: PreTrainedModel) -> str | None:
-    """None where a tree is verified exactly."""
+def _why_no_tree(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
+    """None where a tree is verified exactly. `own`: what `own_inputs` found in the call."""
     config = target.config.get_text_config(decoder=True)
     # A layer that uses another's keys and values, or has no attention, has a dummy.
     layers = [layer for layer in _cache_layers(config) if type(layer).__name__ != "DummyLayer"]
@@ -135,16 +150,16 @@ def _why_no_tree(target: PreTrainedModel) -> str | None:
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
-    key = (attention_of(config), target.dtype, device_of(target), target.training)
+    key = _what_counts(target, own)
     memory = memory_of(target)
     with memory.measuring:
         known = memory.why_not
         if key not in known:
             try:
-                known[key] = _measure(target)
+                known[key] = _measure(target, own)
                 if known[key] is not None and shared_heads(target) > 1:
                     memory.is_never_packed = True
-                    known[key] = _measure(target)
+                    known[key] = _measure(target, own)
             except NotANumberError:
                 return None  # the walk will say so, and the next call measures again
         return known[key]
@@ -188,11 +203,20 @@ def _cache_layers(config: Any) -> list[Any]:
         return [None]
 
 
-def _measure(target: PreTrainedModel) -> str | None:
+def _what_counts(target: PreTrainedModel, own: dict[str, Any]) -> tuple:
+    """What a trial's outcome depends on."""
+    config = target.config.get_text_config(decoder=True)
+    own_names = (makes_inputs_itself(target), *sorted(own))
+    return attention_of(config), target.dtype, precision_of(target), device_of(target), target.training, own_names
+
+
+def _measure(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
     try:
-        worst = tree_error(target)
+        worst = tree_error(target, own)
     except NotANumberError:
         raise
+    except ChangingInputError as error:
+        return f"its class makes another `{error}` for every step, and a tree's nodes are of several"
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
     if not worst <= rounding_tolerance(target):
@@ -205,17 +229,17 @@ def _measure(target: PreTrainedModel) -> str | None:
 # ---------------------------------------------------------------------- chains
 
 
-def _why_no_chain(target: PreTrainedModel, route: Route, batch: int, has_cache: bool) -> str | None:
+def _why_no_chain(
+    target: PreTrainedModel, route: Route, batch: int, has_cache: bool, own: dict[str, Any]
+) -> str | None:
     """None where chains are verified exactly."""
-    config = target.config.get_text_config(decoder=True)
-    kind = (route.method, route.steps, batch > 1, has_cache)
-    key = (*kind, attention_of(config), target.dtype, device_of(target), target.training)
+    key = (route.method, route.steps, batch > 1, has_cache, *_what_counts(target, own))
     memory = memory_of(target)
     with memory.measuring:
         known = memory.why_not
         if key not in known:
             try:
-                error = chain_error(target, route.method == REPLAYED, route.steps, min(batch, 2), has_cache)
+                error = chain_error(target, route.method == REPLAYED, route.steps, min(batch, 2), has_cache, own)
                 by = f"(by {error:.1e} of their spread)"
                 is_exact = error <= rounding_tolerance(target) * (CLOSER if route.method == REPLAYED else 1)
                 known[key] = (

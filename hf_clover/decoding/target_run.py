@@ -21,7 +21,15 @@ from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
-from .private_api import as_for_decoding, cache_name, is_the_users, read_prompt, wants_compiling
+from .private_api import (
+    as_for_decoding,
+    cache_name,
+    inputs_after,
+    inputs_of_step,
+    is_the_users,
+    read_prompt,
+    wants_compiling,
+)
 from .ranks import any_goes_on
 from .static_target import (
     NODE_COUNTS,
@@ -39,13 +47,16 @@ from .tree import Tree, chain_of, root_only
 Held = TypeVar("Held")
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 
-# Inputs of the prompt alone, or made anew for every forward: the rest of `model_kwargs` goes into every forward.
-_PROMPT_INPUTS = (
-    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache", "past_key_values", "cache_position"),
-    *("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "logits_to_keep", "labels", "use_cache"),
-    *("pixel_values", "pixel_values_videos", "image_sizes", "image_grid_thw", "video_grid_thw", "input_features"),
-    *("pixel_attention_mask", "input_features_mask", "image_embeds", "mm_encoder_outputs", "second_per_grid_ts"),
+# What a tree has its own of: tokens and their positions, the mask that shows each node its path, and the cache, also
+# by the names of older versions. Which logits are wanted a tree says by itself: all. Whatever else plain generate
+# would pass on at its next step goes into every forward, as the target's own methods make it: so what is of the prompt
+# alone (images, sound, its embeddings and labels) is left out by the target.
+MADE_ANEW = (
+    *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_position"),
+    *("use_cache", "logits_to_keep", "labels", "return_dict"),
 )
+# Of that, what is one for each token: at a step, that of the new token, whichever it is.
+OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 class TargetRun:
@@ -65,7 +76,8 @@ class TargetRun:
         self.num_layers = self.text_config.num_hidden_layers
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
         self.cache = TreeCache(self.num_layers)
-        self.forward_kwargs = {k: v for k, v in model_kwargs.items() if k not in _PROMPT_INPUTS and v is not None}
+        self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
+        self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
         self.hidden: torch.Tensor  # [B, n, d] of the last forward, before the final norm
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
@@ -115,9 +127,11 @@ class TargetRun:
         known = self.cache.get_seq_length()
         outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
         if self.cache.get_seq_length() == known:  # Phi-3 starts a cache of its own for a prompt beyond some length
-            self._load(outputs[cache_name()])
+            self.theirs = outputs[cache_name()]
+            self._load(self.theirs)
         self.cache.finish_filling(batch)
         self.hidden = self._take_hidden()
+        self._ask_for_inputs(input_ids, outputs, kwargs)
         positions = kwargs["position_ids"]
         following = positions[..., -1:].expand(*positions.shape[:-2], batch, 1) + 1  # [..., B, 1]
         self._shift = following - self.cache.lengths[0]
@@ -127,6 +141,19 @@ class TargetRun:
         elif isinstance(self.cache, StaticTreeCache):
             self._last = following.max() + self.cache.capacity
         return outputs.logits[:, -1:]
+
+    def _ask_for_inputs(self, input_ids: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> None:
+        """What the target's own methods would pass on at the next step."""
+        token = outputs.logits[:, -1].argmax(-1, keepdim=True).to(input_ids)  # [B, 1]
+        inputs = inputs_after(self.target, outputs, dict(inputs))
+        made = inputs_of_step(self.target, torch.cat((input_ids, token), dim=1), inputs, 1, 1)
+        made = {name: value for name, value in made.items() if name not in MADE_ANEW and value is not None}
+        self.token_kwargs = {name: made.pop(name) for name in OF_EACH_TOKEN if name in made}
+        self.forward_kwargs = made
+
+    def _inputs_of(self, nodes: int) -> dict[str, Any]:
+        types = {name: value.expand(*value.shape[:-1], nodes) for name, value in self.token_kwargs.items()}
+        return {**self.forward_kwargs, **types}
 
     def verify(self, tree: Tree) -> torch.Tensor:
         """Logits [B, n, V] of every node, each as if its path were the text."""
@@ -149,7 +176,7 @@ class TargetRun:
             attention_mask=self._masks(tree),
             use_cache=True,
             return_dict=True,
-            **{cache_name(): self.cache, **self.forward_kwargs},
+            **{cache_name(): self.cache, **self._inputs_of(tree.size)},
         )
         return outputs.logits, None
 
@@ -165,7 +192,7 @@ class TargetRun:
         logits, hidden = step(
             *(self.target, self.cache, self.rules, self._mask_dtype()),
             max(self.widest, SPARE_SLOTS).bit_length(),
-            *(tokens, parents, depths, self._shift, self._last, self.forward_kwargs),
+            *(tokens, parents, depths, self._shift, self._last, self._inputs_of(width)),
         )
         logits = logits[:, :size]
         if fits and logits.is_cuda:  # the next replay of the graph writes over these
@@ -198,6 +225,7 @@ class TargetRun:
         self.cache.keep_rows(rows)
         index = torch.tensor(rows, device=self._shift.device)
         self._shift = self._shift.index_select(-2, index)
+        self.token_kwargs = {k: v.index_select(-2, index.to(v.device)) for k, v in self.token_kwargs.items()}
         self.hidden = self.hidden[index.to(self.hidden.device)]
         if self.prompt_mask is not None:
             self.prompt_mask = self.prompt_mask[index.to(self.prompt_mask.device)]
@@ -258,17 +286,17 @@ class TargetRun:
             self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
 
     def hand_back(self, columns: int) -> Any:
-        """The first `columns` as a cache that plain generate can continue: the user's own, or a new one."""
+        """The first `columns` as a cache that plain generate can continue: the user's own, or a new one. It gets what
+        it does not hold yet, and makes of that what it would in plain generate."""
         cache = self.theirs if self.theirs is not None else DynamicCache(config=self.text_config)
-        if isinstance(cache, DynamicCache):
-            # New layers, in the user's object: what `reset` leaves in a dynamic layer differs between versions.
-            cache.layers[:] = DynamicCache(config=self.text_config).layers[: self.num_layers]
-        else:
+        if not isinstance(cache, DynamicCache):
             cache.reset()
+        known = int(cache.get_seq_length())
         for layer_idx in range(self.num_layers):
             states = self.cache.export(layer_idx, columns)
             if states is not None:
-                cache.update(states[0].clone(), states[1].clone(), layer_idx)
+                keys, values = (each[:, :, known:] for each in states)
+                cache.update(keys, values, layer_idx)
         return cache
 
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:

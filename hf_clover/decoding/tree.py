@@ -57,7 +57,7 @@ class Tree:
 def chain_of(tokens: torch.Tensor) -> Tree:
     """The one path `tokens` [B, n], the first of them as the root."""
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, n]
-    zeros, valid = torch.zeros(tokens.shape, device=tokens.device), torch.ones_like(tokens, dtype=torch.bool)
+    zeros, valid = torch.zeros_like(tokens, dtype=torch.float32), torch.ones_like(tokens, dtype=torch.bool)
     return Tree(tokens, (order - 1).clamp(min=0), order, zeros, valid, max_depth=tokens.shape[1] - 1)
 
 
@@ -189,9 +189,9 @@ def grow_levels(
     batch = root.shape[0]
     warpers = (TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)) if top_p < 1.0 else (MinPLogitsWarper(min_p),)
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    beam = torch.zeros(batch, 1, device=root.device)  # [B, W] joint log-probability
+    beam = torch.zeros(batch, 1, dtype=torch.float32, device=root.device)  # [B, W] joint log-probability
     beam_tokens, chosen, numbers = root[:, None], None, torch.zeros_like(root[:, None])  # [B, W]
-    left = torch.full((batch, 1), nodes, device=root.device)  # [B, 1]
+    left = torch.full((batch, 1), nodes, dtype=torch.long, device=root.device)  # [B, 1]
     broken = torch.zeros(batch, dtype=torch.bool, device=root.device)  # [B]
     first = 1
     for level in range(min(depth, nodes)):

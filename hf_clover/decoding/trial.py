@@ -2,7 +2,8 @@
 
 Contract: a small tree, or some chains, are verified with the loop's own code, and their logits are compared with those
 of the same tokens run plainly. An error is the root of the mean square of the differences, against how far the plain
-logits spread. Nothing is changed in the target, and no random number is drawn.
+logits spread. What a tree's forward is fed is compared with what plain generate would pass on at each step. Nothing is
+changed in the target, and no random number is drawn.
 
 Shapes: B rows, T prompt columns, n nodes, k tokens, V vocabulary.
 """
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -23,8 +25,8 @@ from transformers.models.bloom import BloomConfig, BloomForCausalLM
 
 from ..network.target_parts import device_of
 from .chain import ChainRun
-from .private_api import cache_name
-from .target_run import TargetRun, takes_positions
+from .private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
+from .target_run import MADE_ANEW, OF_EACH_TOKEN, TargetRun, takes_positions
 from .tree import Tree, chain_of
 
 
@@ -68,19 +70,63 @@ def _made_up(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
 _TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
 _TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths go over all nodes
+_STEPPED = [0, 1, 3]  # the nodes whose logits plain steps must give
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
+
+
+def precision_of(target: PreTrainedModel) -> torch.dtype:
+    """What it multiplies in, which is not its weights' under `torch.autocast`."""
+    kind = device_of(target).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else target.dtype
 
 
 def rounding_tolerance(target: PreTrainedModel) -> float:
     """Of the spread of its logits, up to which another way to compute them counts as the same."""
-    if target.dtype in (torch.float32, torch.float64):
+    if precision_of(target) in (torch.float32, torch.float64):
         return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
     return 0.1
 
 
+class ChangingInputError(Exception):
+    """Plain generate passes on something that is another at every step."""
+
+
+def own_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of the caller's inputs those that go on from step to step, of one row: what a trial of a target needs that makes
+    its steps' inputs by itself. Any other passes them on as they are."""
+    names = {name for name, value in model_kwargs.items() if value is not None and name not in MADE_ANEW}
+    if not names or not makes_inputs_itself(target):
+        return {}
+    try:
+        inputs, ids = inputs_after(target, {}, dict(model_kwargs)), F.pad(input_ids, (0, 1), value=1)
+        names &= set(inputs_of_step(target, ids, inputs, 1, 1))  # and not images, which are of the prompt
+    except Exception:  # it looks at what its forward has given
+        return {}
+    return _of_one_row({name: model_kwargs[name] for name in names}, len(input_ids))
+
+
+def _of_one_row(inputs: dict[str, Any], rows: int) -> dict[str, Any]:
+    return {
+        name: value[:1] if isinstance(value, torch.Tensor) and value.ndim and len(value) == rows else value
+        for name, value in inputs.items()
+    }
+
+
+def _of_rows(own: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
+    """What `own_inputs` gave, for a trial's text."""
+    made = {}
+    for name, value in own.items():
+        if name in OF_EACH_TOKEN:
+            value = value[..., -1:].expand(rows, columns)
+        elif isinstance(value, torch.Tensor) and value.ndim and len(value) == 1:
+            value = value.expand(rows, *value.shape[1:])
+        made[name] = value
+    return made
+
+
 @torch.no_grad()
-def tree_error(target: PreTrainedModel) -> float:
-    """A tree against its paths: two rows, one left-padded, before and after a commit."""
+def tree_error(target: PreTrainedModel, own: dict[str, Any]) -> float:
+    """A tree against its paths: two rows, one left-padded, before and after a commit. `own`: see `own_inputs`."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
     prompts = [ids[:5].tolist(), ids[2:5].tolist()]
@@ -90,28 +136,59 @@ def tree_error(target: PreTrainedModel) -> float:
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
 
-    kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    # One step of plain generate, padding and cache included, is what the first tree's roots must be.
-    cache = DynamicCache(config=target.config.get_text_config(decoder=True))
-    target(input_ids=prompt, **{cache_name(): cache}, **kwargs)
-    step = {"attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1), "position_ids": positions[:, -1:] + 1}
-    roots = torch.tensor(tokens, device=device)[:, :1]
-    stepped = target(input_ids=roots, **{cache_name(): cache}, use_cache=True, **step).logits[:, -1]  # [2, V]
-
+    kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, **_of_rows(own, 2, width)}
+    # Steps of plain generate, padding and cache included, are what the first tree's first path must be.
+    stepped, made = _plain_steps(target, prompt, kwargs, torch.tensor(tokens, device=device)[:, _STEPPED])  # [2, k, V]
+    own = {**own, **_of_one_row(made, 2)}
     run, errors = TargetRun(target, GenerationConfig(), kwargs), []
     with run.open():
         run.prefill(prompt)
         for turn in range(2):  # the second tree stands on what was kept of the first
             logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
             if turn == 0:
-                errors += [_distance(logits[row, 0], stepped[row]) for row in range(2)]
+                pairs = zip(logits[:, _STEPPED].flatten(0, 1), stepped.flatten(0, 1), strict=True)
+                errors += [_distance(*pair) for pair in pairs]
             for row, text in enumerate(prompts):
                 for path in map(_path_to, _TREE_LEAVES):
-                    errors += _errors(target, logits[row, path], text + [tokens[row][n] for n in path])
+                    errors += _errors(target, logits[row, path], text + [tokens[row][n] for n in path], own)
             run.commit(_WALKED)
             prompts = [text + [tokens[row][n] for n in _WALKED[row]] for row, text in enumerate(prompts)]
             tokens = [row[1:] + row[:1] for row in tokens]
     return max(errors)
+
+
+def _plain_steps(
+    target: PreTrainedModel, prompt: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Logits [B, k, V] of `tokens` [B, k], one after the other behind `prompt` [B, T], by the target's methods; and
+    what these made for every step."""
+    inputs = {**kwargs, cache_name(): DynamicCache(config=target.config.get_text_config(decoder=True))}
+    outputs, ids, logits = read_prompt(target, prompt, GenerationConfig(), inputs), prompt, []
+    first: dict[str, Any] = {}
+    for step, token in enumerate(tokens.split(1, dim=1), start=1):
+        inputs, ids = inputs_after(target, outputs, inputs), torch.cat((ids, token), dim=1)
+        made = inputs_of_step(target, ids, inputs, 1, 1)
+        outputs = target(**made, return_dict=True)
+        logits.append(outputs.logits[:, -1:])
+        positions = made.get("position_ids")
+        made = {name: value for name, value in made.items() if name not in MADE_ANEW and value is not None}
+        first = made if step == 1 else first
+        changing = [name for name in {**first, **made} if not _is_same(first.get(name), made.get(name))]
+        if positions is not None and not bool((positions == kwargs["position_ids"][:, -1:] + step).all()):
+            changing.append("position_ids")
+        if changing:
+            raise ChangingInputError(min(changing))
+    return torch.cat(logits, dim=1), first
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[name], other[name]) for name in one)
+    return one is other or bool(one == other)
 
 
 def _trial_tree(tokens: torch.Tensor) -> Tree:
@@ -128,12 +205,12 @@ class NotANumberError(Exception):
     """The target's plain logits are NaN, so there is nothing to compare with."""
 
 
-def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int]) -> list[float]:
+def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int], own: dict[str, Any]) -> list[float]:
     """How far `logits` [k, V] are from plain ones of the last k tokens of `text`, against how far those spread."""
     inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
     if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
         inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
-    plain = target(**inputs, use_cache=False).logits[0, -len(logits) :]  # [k, V]
+    plain = target(**inputs, **_of_rows(own, 1, len(text)), use_cache=False).logits[0, -len(logits) :]  # [k, V]
     return [_distance(*pair) for pair in zip(logits, plain, strict=True)]
 
 
@@ -148,7 +225,9 @@ def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def chain_error(target: PreTrainedModel, replays: bool, steps: bool, rows: int, has_cache: bool) -> float:
+def chain_error(
+    target: PreTrainedModel, replays: bool, steps: bool, rows: int, has_cache: bool, own: dict[str, Any]
+) -> float:
     """Chains of which some, none and all is kept, against steps of one token. One row, or two, one left-padded."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 40 * 7, 7, device=device) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)
@@ -159,7 +238,7 @@ def chain_error(target: PreTrainedModel, replays: bool, steps: bool, rows: int, 
 
     def run(how: tuple[bool, bool], chains: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Logits [B, ., V] along `texts` by chains of (nodes, how many of them are kept)."""
-        kwargs = {"attention_mask": mask, "use_cache": True}
+        kwargs = {"attention_mask": mask, "use_cache": True, **_of_rows(own, rows, prompt.shape[1])}
         if takes_positions(target):
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
         if has_cache:  # the kind that generate makes; other targets make their own

@@ -40,7 +40,7 @@ def _replay_in_lockstep(
     while True:
         input_ids = text.input_ids[0]  # [B, L]
         raw = _logits_at(logits, range(len(nodes)), nodes).to(input_ids.device)  # [B, V]
-        scores = _process(text.processors[0], input_ids, raw)  # [B, V]
+        scores = _process(text.processors[0], input_ids, raw, text.config.do_sample)  # [B, V]
         if text.scores is not None:
             text.scores += (scores,)
         if text.logits is not None:
@@ -83,10 +83,11 @@ def _replay_abreast(
         rows = [text.running[place] for place in places]
         raw = _logits_at(logits, places, nodes)  # [k, V]
         if text.scores_decide:
-            scores = _process(text.processors[0], None, raw)  # [k, V]
+            scores = _process(text.processors[0], None, raw, text.config.do_sample)  # [k, V]
         else:
-            each = zip(rows, raw.split(1), strict=True)
-            scores = torch.cat([_process(text.processors[row], text.input_ids[row], here) for row, here in each])
+            asked = [(text.processors[row], text.input_ids[row]) for row in rows]
+            each = zip(asked, raw.split(1), strict=True)
+            scores = torch.cat([_process(*one, here, text.config.do_sample) for one, here in each])
         if text.dice is not None:
             lengths = [text.input_ids[row].shape[1] for row in rows]
             probs = torch.nn.functional.softmax(scores, dim=-1)
@@ -114,9 +115,13 @@ def _logits_at(logits: torch.Tensor, rows: Sequence[int], nodes: Sequence[int]) 
     return logits[of_row, of_node].to(copy=True, dtype=torch.float32)
 
 
-def _process(processors: LogitsProcessorList, input_ids: torch.Tensor | None, raw: torch.Tensor) -> torch.Tensor:
+def _process(
+    processors: LogitsProcessorList, input_ids: torch.Tensor | None, raw: torch.Tensor, do_sample: bool
+) -> torch.Tensor:
+    is_broken = torch.isnan(raw).any()  # which a processor may mend, also in place
     scores = processors(input_ids, raw)  # type: ignore[arg-type]  # no text for those that look at none
-    if bool(torch.isnan(scores).any()):
+    # NaN that a processor has made is the largest number for plain generate's argmax; nothing is sampled from it.
+    if bool(torch.isnan(scores).any() & (is_broken | do_sample)):
         raise_nan(scores)
     return scores
 

@@ -20,7 +20,7 @@ class CloverEagle3(CloverDraft, Eagle3LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.model.embed_tokens = nn.Identity()  # vLLM compares the widths before it puts the target's here
-        self.model.embed_tokens.weight = torch.empty(0, self.config.hidden_size)
+        self.model.embed_tokens.weight = torch.empty(0, self.config.hidden_size, dtype=torch.float32)
         last = vllm_config.model_config.get_total_num_hidden_layers()
         vllm_config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids = (last,)
 

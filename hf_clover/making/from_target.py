@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 from transformers.utils import logging
 
 from ..network.configuration_clover import CloverConfig
@@ -49,7 +50,8 @@ def heads_from_target(cls: type[CloverHeads], target: nn.Module, variant: str, f
         config.draft_copies = fields.get("draft_copies", COPIES)
     if config.normalize_hidden_states:
         _balance(config, model, fields)
-    heads = cls(config)
+    with local_torch_dtype(torch.float32):  # whatever the caller's default is
+        heads = cls(config)
     fresh = [] if config.normalize_hidden_states else source.copy_into(heads)
     _start_norms(norm, heads)
     if fresh and config.has_augmenting_block:

@@ -118,7 +118,7 @@ class LastLayer:
         return (module(basis) - at_zero).T.contiguous(), None if bias is None else at_zero[0]
 
     def _split(self, module: Any, sizes: dict[str, int]) -> dict[str, Linear | None]:
-        weight, bias = self._linear(module) or (torch.empty(0), None)
+        weight, bias = self._linear(module) or (torch.empty(0, dtype=torch.float32), None)
         if weight.shape[0] != sum(sizes.values()):
             return dict.fromkeys(sizes)
         weights = weight.split(list(sizes.values()))
@@ -275,7 +275,7 @@ def copy_norm(source: nn.Module | None, norm: nn.Module) -> None:
     weight = getattr(source, "weight", None)
     if source is None or weight is None or weight.is_meta or weight.shape != norm.weight.shape:
         return
-    probe = torch.linspace(-1.0, 1.0, weight.shape[0], device=weight.device).to(weight.dtype)
+    probe = torch.linspace(-1.0, 1.0, weight.shape[0], dtype=torch.float32, device=weight.device).to(weight.dtype)
     unscaled = probe / probe.float().pow(2).mean().sqrt()
     actual = (source(probe[None]) - source(-probe[None]))[0].float() / 2  # without the bias of a LayerNorm
     one_plus = (actual - unscaled * (1 + weight)).abs().max() < (actual - unscaled * weight).abs().max()

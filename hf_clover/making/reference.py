@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
+from transformers.modeling_utils import local_torch_dtype
 
 from ..network.configuration_clover import CloverConfig
 from ..network.modeling_clover import CloverHeads
@@ -71,7 +72,8 @@ def heads_from_reference_checkpoint(
             "rope_parameters": dict(REFERENCE_ROPE),
         }
     )
-    heads = cls(config)
+    with local_torch_dtype(torch.float32):  # whatever the caller's default is
+        heads = cls(config)
     problems = heads.load_state_dict(state, strict=False)
     missing = sorted(problems.missing_keys)
     if missing or problems.unexpected_keys:

@@ -35,7 +35,7 @@ from transformers import (
 from ..decoding.private_api import cache_name
 from ..decoding.record import Speculation, speculations
 from ..decoding.target_run import takes_positions
-from ..decoding.trial import rounding_tolerance
+from ..decoding.trial import precision_of, rounding_tolerance
 from ..network.modeling_clover import CloverHeads
 from .benchmark import batch_of, circumstances
 from .methods import Method, first_difference, with_heads
@@ -215,7 +215,8 @@ class _Until(StoppingCriteria):
         self.length = length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length, device=input_ids.device)
+        ended = input_ids.shape[1] >= self.length
+        return torch.full((len(input_ids),), ended, dtype=torch.bool, device=input_ids.device)
 
 
 def _of_one_length(texts: Sequence[torch.Tensor], pad: int) -> list[torch.Tensor]:
@@ -239,7 +240,7 @@ def rounding_after(target: PreTrainedModel, text: torch.Tensor) -> float:
     """
     count = min(LOOKED_BACK, len(text) - 1)
     whole = _last_logits(target, text, (len(text),), count + 1)
-    error = torch.finfo(target.dtype).eps * float(whole[-1].abs().max())
+    error = torch.finfo(precision_of(target)).eps * float(whole[-1].abs().max())
     if count:
         one_by_one = _last_logits(target, text, (len(text) - count, *[1] * count), count)
         for several in (whole[-count:], _last_logits(target, text, (len(text) - count, count), count)):

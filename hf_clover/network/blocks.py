@@ -39,7 +39,7 @@ def layer_starts(config: CloverConfig) -> tuple[str | None, str | None]:
 class CloverRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.get_default_dtype()))  # as torch's own layers do
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -221,8 +221,8 @@ def fingerprint(rows: torch.Tensor) -> str:
     """A short hash of a fixed sample of rows: the signs, which neither dtype nor light fine-tuning changes much."""
     if rows.is_meta:
         return ""
-    row = torch.linspace(0, rows.shape[0] - 1, FINGERPRINT_ROWS).long()
-    column = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_COLUMNS).long()
+    row = torch.linspace(0, rows.shape[0] - 1, FINGERPRINT_ROWS, dtype=torch.float32).long()
+    column = torch.linspace(0, rows.shape[1] - 1, FINGERPRINT_COLUMNS, dtype=torch.float32).long()
     sample = rows.detach()[row.to(rows.device)][:, column.to(rows.device)]
     bits = "".join("1" if positive else "0" for positive in (sample > 0).flatten().tolist())
     return f"{int(bits, 2):0{len(bits) // 4}x}"

@@ -24,7 +24,7 @@ def own_seed(ids: Sequence[int], seed: int) -> int:
 
 def own_random_numbers(ids: Sequence[int], seed: int, count: int) -> torch.Tensor:
     """[count] from 0 to 1, of this prompt and seed."""
-    return torch.rand(count, generator=torch.Generator().manual_seed(own_seed(ids, seed)))
+    return torch.rand(count, dtype=torch.float32, generator=torch.Generator().manual_seed(own_seed(ids, seed)))
 
 
 def pick(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,183 @@
+"""What a forward takes beside its tokens: in a tree what plain generate would pass on at each step."""
+
+import pytest
+import torch
+from oracle import planted
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
+from zoo import CASES, build, ragged_batch, redraw
+
+from hf_clover import CloverHeads
+from hf_clover.decoding.private_api import cache_name
+from hf_clover.decoding.support import CloverWarning
+
+VOCABULARY, NEW = 24, 24
+SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
+
+
+def both(target, inputs, **options):
+    """(plain's sequences, ours), with drafts that are right for a while."""
+    heads = CloverHeads.from_target(target)
+    options = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, **options}
+    plain = target.generate(**inputs, **options)
+    with planted(plain, inputs["input_ids"].shape[1]):
+        drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}
+        return plain, target.generate(**inputs, **options, **drafts)
+
+
+def encoder_as_decoder(model_class, config_class):
+    sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96)
+    ids = dict(pad_token_id=0, bos_token_id=None, eos_token_id=None)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = model_class(
+            config_class(
+                vocab_size=VOCABULARY, is_decoder=True, type_vocab_size=3, max_position_embeddings=64, **sizes, **ids
+            )
+        )
+        redraw(model, CASES[0], torch.Generator().manual_seed(0))
+    return model.eval()
+
+
+TYPED = {
+    "gpt2": lambda: build("gpt2", vocab_size=VOCABULARY),  # whose types are tokens
+    "bert": lambda: encoder_as_decoder(BertLMHeadModel, BertConfig),
+    "roberta": lambda: encoder_as_decoder(RobertaForCausalLM, RobertaConfig),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TYPED)
+def test_new_tokens_have_the_type_of_the_prompts_last(name, shape):
+    target, inputs = TYPED[name](), ragged_batch(VOCABULARY, SHAPES[shape])
+    types = torch.zeros_like(inputs["input_ids"])
+    types[:, -2:] = torch.arange(1, len(types) + 1)[:, None].clamp(max=2)
+    plain, ours = both(target, {**inputs, "token_type_ids": types})
+    without, _ = both(target, inputs)
+    assert not torch.equal(plain, without), "or the types do not matter"
+    assert torch.equal(ours.sequences, plain)
+    assert ours.speculation.method == "tree"
+    assert ours.speculation.accepted_tokens > NEW // 3
+
+
+def test_rows_leave_the_batch_with_their_types():
+    target, inputs = TYPED["gpt2"](), ragged_batch(VOCABULARY, (5, 9, 3, 7, 6, 2))
+    types = torch.arange(1, 7)[:, None].expand(-1, 9).contiguous()
+    heads = CloverHeads.from_target(target)
+    common = {**inputs, "token_type_ids": types, "max_new_tokens": 60, "eos_token_id": [5, 9], "pad_token_id": 0}
+    rows = []
+    handle = target.transformer.h[0].register_forward_hook(lambda *seen: rows.append(len(seen[1][0])))
+    sequences = target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
+    handle.remove()
+    assert torch.equal(sequences, target.generate(**common))
+    assert rows[-1] < 6, "rows have left"
+
+
+# ---------------------------------------------------------------------- inputs that a class makes by itself
+
+
+class Shifting(LlamaForCausalLM):
+    """Each token's logits are turned by its `shift`, which the subclasses make."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        past_key_values=None,
+        shift=None,
+        **kwargs,
+    ):  # generate looks at the names
+        kept = {cache_name(): past_key_values if cache is None else cache}
+        outputs = super().forward(input_ids, attention_mask, position_ids, **kept, **kwargs)
+        if shift is not None:
+            shift = shift.expand(len(outputs.logits), -1)[:, -outputs.logits.shape[1] :]
+            index = (torch.arange(outputs.logits.shape[2]) + shift[..., None]) % outputs.logits.shape[2]
+            outputs.logits = outputs.logits.gather(2, index.expand_as(outputs.logits))
+        return outputs
+
+
+class ByColumn(Shifting):
+    """One for each token, made of its column."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        made = super().prepare_inputs_for_generation(input_ids=input_ids, **kwargs)
+        columns = torch.arange(input_ids.shape[1])[None, -made["input_ids"].shape[1] :]
+        return {**made, "shift": columns // 2 % 5}
+
+
+class ByStep(Shifting):
+    """One for a whole forward, so that chains differ too."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        made = super().prepare_inputs_for_generation(input_ids=input_ids, **kwargs)
+        return {**made, "shift": torch.tensor([[input_ids.shape[1] % 7]])}
+
+
+class ByCaller(Shifting):
+    """The caller begins it, each step adds a token's."""
+
+    def prepare_inputs_for_generation(self, input_ids, shift=None, **kwargs):
+        made = super().prepare_inputs_for_generation(input_ids=input_ids, **kwargs)
+        if shift is not None:
+            made["shift"] = shift[:, -made["input_ids"].shape[1] :]
+        return made
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        if model_kwargs.get("shift") is not None:
+            model_kwargs["shift"] = torch.cat((model_kwargs["shift"], model_kwargs["shift"][:, -1:] + 1), dim=1)
+        return model_kwargs
+
+
+class Constant(Shifting):
+    """The same at all steps."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        made = super().prepare_inputs_for_generation(input_ids=input_ids, **kwargs)
+        return made if kwargs.get("is_first_iteration") else {**made, "shift": torch.tensor([[3]])}
+
+
+def of_class(kind):
+    target = build("llama", vocab_size=VOCABULARY)
+    target.__class__ = kind
+    return target
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("kind", "method"), [(ByColumn, "chain"), (ByStep, "plain"), (ByCaller, "chain"), (Constant, "tree")]
+)
+def test_inputs_that_a_class_makes_for_its_steps(kind, method, shape):
+    target, inputs = of_class(kind), ragged_batch(VOCABULARY, SHAPES[shape])
+    if kind is ByCaller:
+        without, ours = both(target, inputs)
+        assert (ours.speculation.method, torch.equal(ours.sequences, without)) == ("tree", True)
+        inputs["shift"] = torch.ones_like(inputs["input_ids"])
+    if method == "tree":
+        plain, ours = both(target, inputs)
+    else:
+        with pytest.warns(CloverWarning, match="another `shift` for every step"):
+            plain, ours = both(target, inputs)
+    assert torch.equal(ours.sequences, plain)
+    assert ours.speculation.method == method
+    assert method == "plain" or ours.speculation.accepted_tokens > NEW // 3
+
+
+def test_positions_that_a_class_makes_by_itself():
+    class Slow(LlamaForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, **kwargs):
+            made = super().prepare_inputs_for_generation(input_ids=input_ids, **kwargs)
+            return {**made, "position_ids": made["position_ids"] // 2}
+
+    target = of_class(Slow)
+    with pytest.warns(CloverWarning, match="another `position_ids` for every step"):
+        plain, ours = both(target, ragged_batch(VOCABULARY, (7,)))
+    assert torch.equal(ours.sequences, plain)
+    assert ours.speculation.method != "tree"
