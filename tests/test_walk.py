@@ -676,15 +676,25 @@ def test_nan_elsewhere_is_nobodys_business(walk):
     assert text.finished == [True, False, True]
 
 
-def test_nan_from_a_processor_is_an_error():
-    class Broken(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores * math.nan
+class Broken(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores * math.nan
 
-    for do_sample in (False, True):
-        text = start(Table(0), config_of(do_sample=do_sample), criteria_of(9), [Broken()])
-        with pytest.raises(ValueError, match=r"NaN .*a logits processor.*remove_invalid_values=True"):
-            replay(root_only(torch.tensor([1])), torch.randn(1, 1, 5), text)
+
+def test_nothing_is_sampled_from_a_processors_nan():
+    text = start(Table(0), config_of(do_sample=True), criteria_of(9), [Broken()])
+    with pytest.raises(ValueError, match=r"NaN .*a logits processor.*remove_invalid_values=True"):
+        replay(root_only(torch.tensor([1])), torch.randn(1, 1, 5), text)
+
+
+def test_a_processors_nan_is_picked_from_as_plain_generate_does():
+    """Whose argmax takes the first; NaN of the target's own logits is an error."""
+    text = start(Table(0), config_of(), criteria_of(9), [Broken()])
+    assert replay(root_only(torch.tensor([1])), torch.randn(1, 1, 5), text) == [[0]]
+    assert text.rows()[0][-1] == int(torch.full((5,), math.nan).argmax())
+    text = start(Table(0), config_of(), criteria_of(9), [Broken()])
+    with pytest.raises(ValueError, match="NaN"):
+        replay(root_only(torch.tensor([1])), torch.full((1, 1, 5), math.nan), text)
 
 
 def test_remove_invalid_values_mends_nan():
