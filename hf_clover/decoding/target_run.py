@@ -292,7 +292,7 @@ class TargetRun:
         for layer_idx in range(self.num_layers):
             states = self.cache.export(layer_idx, columns)
             if states is not None:
-                cache.update(*(each[:, :, known:] for each in states), layer_idx)
+                cache.update(states[0][:, :, known:], states[1][:, :, known:], layer_idx)
         return cache
 
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
