@@ -117,8 +117,8 @@ def test_a_mistyped_path_is_said_before_the_hub_is_asked(run, folder, monkeypatc
     assert said.err.splitlines()[-1].startswith(f"hf-clover: the {what} {name!r} is not here: there is no such file")
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, answers):
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, is_there):
     """`runs/haeds` beside a folder `runs` is mistyped, or an id: the Hub says, in one request."""
     from huggingface_hub import HfApi
 
@@ -128,7 +128,7 @@ def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, answ
 
     def repo_info(self, repo_id, **options):
         asked.append((repo_id, options["repo_type"]))
-        if not answers:
+        if not is_there:
             raise ConnectionError
 
     monkeypatch.chdir(tmp_path)
@@ -137,7 +137,7 @@ def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, answ
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(HfApi, "repo_info", repo_info)
     for what, repo_type in (("heads", "model"), ("dataset", "dataset")):
-        with nullcontext() if answers else pytest.raises(ValueError, match=rf"the {what} 'runs/haeds' is not here"):
+        with nullcontext() if is_there else pytest.raises(ValueError, match=rf"the {what} 'runs/haeds' is not here"):
             check_path("runs/haeds", what)
         assert asked.pop() == ("runs/haeds", repo_type)
         assert not asked

@@ -101,7 +101,7 @@ def test_in_every_command(folder):
 
 def test_serve_takes_it(folder, monkeypatch):
     served = []
-    monkeypatch.setattr("hf_clover.apps.serving.serve", lambda *arguments: served.extend(arguments))
+    monkeypatch.setattr("hf_clover.apps.serving.serve", lambda *arguments, **options: served.extend(arguments))
     call("serve", "--target", folder, "--gguf-file", NAME, "--heads", folder / "heads")
     assert isinstance(served[0], LlamaForCausalLM)
     assert served[1].eos_token == "</s>"
