@@ -265,7 +265,7 @@ class Events(BaseStreamer):
 
 
 @lru_cache(maxsize=150)
-def target_of(name: str, attention: str, dtype: str, own_inputs: str | None = None) -> PreTrainedModel:
+def target_of(name: str, attention: str, dtype: str, own_inputs: str | None) -> PreTrainedModel:
     target = build(name, attention, vocab_size=VOCABULARY, dtype=getattr(torch, dtype))
     if own_inputs:
         target.__class__ = _turning(type(target), own_inputs)

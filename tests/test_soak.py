@@ -45,7 +45,7 @@ def test_a_mistake_in_the_decoding_is_found(monkeypatch):
 
 def test_other_random_numbers_are_found(monkeypatch):
     """Greedy tokens would hide it."""
-    generate = soak.target_of("llama", "sdpa", "float64").generate
+    generate = soak.target_of("llama", "sdpa", "float64", None).generate
 
     def one_more(*args, **kwargs):
         result = generate(*args, **kwargs)
@@ -53,7 +53,7 @@ def test_other_random_numbers_are_found(monkeypatch):
             torch.rand(1)
         return result
 
-    monkeypatch.setattr(soak.target_of("llama", "sdpa", "float64"), "generate", one_more)
+    monkeypatch.setattr(soak.target_of("llama", "sdpa", "float64", None), "generate", one_more)
     state, _ = some(monkeypatch)
     assert any("other random numbers" in failure["error"] for failure in state.failures)
 
