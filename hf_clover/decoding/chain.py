@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
+from .interfaces import Held
 from .one_by_one import one_by_one
 from .private_api import (
     as_for_decoding,
@@ -37,7 +38,7 @@ from .private_api import (
     read_prompt,
 )
 from .ranks import any_goes_on
-from .target_run import Held, capture_before_final_norm
+from .target_run import capture_before_final_norm
 from .tree import Tree, root_only
 
 MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from ..network.target_parts import device_of, find_decoder
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
+from .interfaces import Held
 from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
 from .private_api import (
     as_for_decoding,
@@ -44,7 +45,6 @@ from .static_target import (
 from .target_memory import memory_of
 from .tree import Tree, chain_of, root_only
 
-Held = TypeVar("Held")
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 
 # What a tree has its own of: tokens and their positions, the mask that shows each node its path, and the cache, also
