@@ -16,6 +16,7 @@ SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forw
 START = 24  # nodes of the first trees, shared by the rows
 SHORTEST_REST = 8  # steps
 NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with
+NEWEST = 128  # times that are kept
 MUCH = 1.5  # times the second time of a size, beyond which its first is not believed
 DRAFT = 0.25  # plain steps that a draft costs
 # How far what is believed before any cost is seen may be off, in logarithms.
@@ -61,8 +62,8 @@ class Costs:
     """Seconds of plain steps, and of drafts and of forwards over trees as they were seen lately."""
 
     plain: Recent = field(default_factory=Recent)
-    drafts: deque[Seen] = field(default_factory=lambda: deque(maxlen=128))
-    forwards: deque[Seen] = field(default_factory=lambda: deque(maxlen=128))
+    drafts: tuple[Seen, ...] = ()  # replaced and never changed: another thread may be reading them
+    forwards: tuple[Seen, ...] = ()
     near: list[float] = field(default_factory=list)  # the plain steps beside the trees of now
     follows_plain: bool = False  # the last step was one
     noise: float = NOISE  # of a step's time, in logarithms
@@ -83,21 +84,14 @@ class Costs:
         if self.follows_plain:
             self.near, self.follows_plain = self.near[-NEAR:], False
         if nodes:
-            self._add(self.forwards, (nodes, forward_seconds, self.near))
+            self.forwards = _with(self.forwards, (nodes, forward_seconds, self.near))
         if drafted:
-            self._add(self.drafts, (drafted, draft_seconds, self.near))
-
-    def _add(self, times: deque[Seen], seen: Seen) -> None:
-        """The first time of a size may be that of making its kernels: much slower than the second, it is dropped."""
-        alike = [place for place, (size, _, _) in enumerate(times) if size == seen[0]]
-        if len(alike) == 1 and times[alike[0]][1] > MUCH * seen[1]:
-            del times[alike[0]]
-        times.append(seen)
+            self.drafts = _with(self.drafts, (drafted, draft_seconds, self.near))
 
     def in_plain_steps(self, seen: Sequence[Seen]) -> list[tuple[float, float]]:
         """Times as multiples of the plain steps beside them: what slows a machine down for a while slows both."""
         paces: dict[int, float] = {}
-        for _, _, near in (seen := list(seen)):  # another thread may add to it meanwhile
+        for _, _, near in seen:
             if id(near) not in paces:
                 paces[id(near)] = statistics.median(near[: 2 * NEAR] or self.plain.values)
         return [(nodes, seconds / paces[id(near)]) for nodes, seconds, near in seen]
@@ -112,10 +106,19 @@ class Costs:
             rest=max(int(self.rest * alike), SHORTEST_REST),
             resting=int(self.resting * alike),
         )
-        guess.drafts.extend([(share * nodes, seconds, []) for nodes, seconds, _ in self.drafts][-4:])
+        guess.drafts = tuple((share * nodes, seconds, []) for nodes, seconds, _ in self.drafts[-4:])
         forwards: list[Seen] = [(share * (nodes + 1) - 1, seconds, []) for nodes, seconds, _ in self.forwards]
-        guess.forwards.extend([each for each in forwards if each[0] <= SIZES[-1]][-4:])  # what is far off tells little
+        guess.forwards = tuple([each for each in forwards if each[0] <= SIZES[-1]][-4:])  # what is far off tells little
         return guess
+
+
+def _with(times: tuple[Seen, ...], seen: Seen) -> tuple[Seen, ...]:
+    """The newest times with `seen`. The first time of a size may be that of making its kernels: where it is much
+    slower than the second, it is dropped."""
+    alike = [place for place, (size, _, _) in enumerate(times) if size == seen[0]]
+    if len(alike) == 1 and times[alike[0]][1] > MUCH * seen[1]:
+        times = times[: alike[0]] + times[alike[0] + 1 :]
+    return (*times, seen)[-NEWEST:]
 
 
 def cost_by_size(
@@ -141,6 +144,6 @@ def cost_by_size(
     found = []
     for size in sizes:
         count, line, trust = len(own.get(size, ())), y + slope * (math.log2(size + 1) - x), (noise / CORNER) ** 2
-        seen_as = min(middle[size], line + CORNER) if count == 1 else middle.get(size, 0.0)  # see `Costs._add`
+        seen_as = min(middle[size], line + CORNER) if count == 1 else middle.get(size, 0.0)  # see `_with`
         found.append(math.exp((seen_as * count + line * trust) / (count + trust) if count else line))
     return found, noise
