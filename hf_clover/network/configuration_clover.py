@@ -6,30 +6,15 @@ the ablations is a config. Impossible values are refused by name here, before an
 from a stranger. This file travels to the Hub beside `modeling_clover.py`, so it knows torch and transformers alone.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from .configuration_heads import LEFT_OPEN, HeadsConfig
+from .variants import MOST_PARAMETERS, VARIANTS
 
-from .variants import (
-    CHOICES,
-    INTEGERS,
-    LONGEST_NAME,
-    MAY_BE_NONE,
-    MOST_PARAMETERS,
-    NUMBERS,
-    SWITCHES,
-    VARIANTS,
-)
-
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LEFT_OPEN: Any = None  # what a user may leave out and `__post_init__` fills in: from the variant, or from other fields
 RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
 
 
-class CloverConfig(PreTrainedConfig):
+class CloverConfig(HeadsConfig):
     r"""
     Args:
         variant (`str`, defaults to `"clover-2"`):
@@ -87,26 +72,10 @@ class CloverConfig(PreTrainedConfig):
     model_type: ClassVar[str] = "clover"
 
     variant: str = "clover-2"
-    vocab_size: int = 32000
-    hidden_size: int = 4096
-    num_heads: int = LEFT_OPEN
-
     num_augmenting_layers: int = LEFT_OPEN
     augmenting_block: str = LEFT_OPEN
-    num_attention_heads: int = 32
-    num_key_value_heads: int = LEFT_OPEN
-    head_dim: int = LEFT_OPEN
-    intermediate_size: int = 11008
-    hidden_act: str = "silu"
-    attention_bias: bool = False
     attention_output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    rope_parameters: dict = LEFT_OPEN
     use_rope: bool = True
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
 
     decoder: str = LEFT_OPEN
     decoder_position: str = LEFT_OPEN
@@ -124,70 +93,24 @@ class CloverConfig(PreTrainedConfig):
     normalize_hidden_states: bool = LEFT_OPEN
     hidden_state_scale: float = 1.0
 
-    loss_type: str = LEFT_OPEN
-    hidden_loss_weight: float = LEFT_OPEN
-    token_loss_weight: float = 1.0
-    loss_decay: float = 0.7
-
-    draft_vocab_size: int | None = None
-    draft_tree: str = "global"
-    draft_depth: int = LEFT_OPEN
-    draft_beam_width: int = 10
-    draft_top_k: int = 10
-    draft_copies: int = 0
-    draft_top_p: float = 0.8
-    draft_min_p: float = 0.25
-
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
-
-    target_name_or_path: str | None = None
-    target_revision: str | None = None
-    target_fingerprint: str | None = None
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        self._validate_what_transformers_reads(kwargs)
+    def _fill_in(self) -> None:
         self._require_choice("variant")
         leaves_open = self.recall is None
         for field, value in VARIANTS[self.variant].items():
             if getattr(self, field) is None:
                 setattr(self, field, value)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
+        super()._fill_in()
         if self.decoder_num_heads is None:
             self.decoder_num_heads = self.num_attention_heads
         if self.decoder_width is None and isinstance(self.hidden_size, int):
             self.decoder_width = self.hidden_size
         if leaves_open and self.recall:
             self.recall = self._can_recall
-        self._validate_clover()
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        if self.draft_depth is None:
-            goes_on = self.recall and self.can_draft_beyond_heads
-            self.draft_depth = max(self.num_heads, RECALL_DEPTH) if goes_on else self.num_heads
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        super().__post_init__(**kwargs)
-        self._validate_rope_frequencies()
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Fields changed in loading are checked too, which transformers sets without a word."""
-        methods = [name for name in config_dict if name.startswith("__") or callable(getattr(cls, name, None))]
-        if methods:
-            raise ValueError(f"CloverConfig: `{methods[0]}` is impossible: it is no field of a configuration.")
-        try:
-            loaded = super().from_dict(config_dict, **kwargs)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"CloverConfig: a field has an impossible type: {error}.") from error
-        (loaded[0] if isinstance(loaded, tuple) else loaded)._validate_clover()
-        return loaded
-
-    def get_text_config(self, *args: Any, **kwargs: Any) -> "CloverConfig":
-        """Itself: transformers would take the field `decoder` for a nested config."""
-        return self
+    @property
+    def _default_depth(self) -> int:
+        goes_on = self.recall and self.can_draft_beyond_heads
+        return max(self.num_heads, RECALL_DEPTH) if goes_on else self.num_heads
 
     @property
     def has_augmenting_block(self) -> bool:
@@ -220,49 +143,16 @@ class CloverConfig(PreTrainedConfig):
         """The heads that decode a token: all, or all but head 0 where the first decoder stands before the block."""
         return self.num_heads - (self.decoder_position == "before")
 
-    def _require(self, field: str, condition: bool, wanted: str) -> None:
-        if not condition:
-            value = repr(getattr(self, field))[:LONGEST_NAME]
-            raise ValueError(f"CloverConfig: `{field}={value}` is impossible: it must be {wanted}.")
+    @property
+    def has_rope(self) -> bool:
+        return self.has_augmenting_block
 
-    def _require_choice(self, field: str) -> None:
-        value, choices = getattr(self, field), CHOICES[field]
-        self._require(field, isinstance(value, str | None) and value in choices, f"one of {list(choices)}")
+    @property
+    def turns_pairs(self) -> bool:
+        return self.has_augmenting_block and self.augmenting_block != "mlp" and self.use_rope
 
-    def _validate_clover(self) -> None:
-        for field in CHOICES:
-            self._require_choice(field)
-        for kinds, table, wanted in ((int, INTEGERS, "an integer"), ((int, float), NUMBERS, "a number")):
-            for field, (low, high) in table.items():
-                value = getattr(self, field)
-                is_one = isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
-                is_open = value is None and field in MAY_BE_NONE
-                self._require(field, is_one or is_open, f"{wanted} from {low} to {high}")
-        for field in SWITCHES:
-            self._require(field, isinstance(getattr(self, field), bool), "True or False")
-        for field in SPECIAL_TOKENS:
-            value = getattr(self, field)
-            ids = value if isinstance(value, list) else [] if value is None else [value]
-            self._require(field, all(type(one) is int for one in ids), "a token id, a list of them, or None")
-        for field in ("target_name_or_path", "target_revision", "target_fingerprint"):
-            value = getattr(self, field)
-            is_name = isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME
-            self._require(field, value is None or is_name, f"a string of at most {LONGEST_NAME} printable characters")
-        is_hex = set(self.target_fingerprint or "0") <= set("0123456789abcdef")
-        self._require("target_fingerprint", is_hex and self.target_fingerprint != "", "a hexadecimal number")
-        known = isinstance(self.hidden_act, str) and self.hidden_act in ACT2FN
-        self._require("hidden_act", known, "an activation function that transformers names")
-        self._validate_rope_parameters()
-        divides = self.num_attention_heads % self.num_key_value_heads == 0
-        self._require("num_key_value_heads", divides, f"a divisor of num_attention_heads={self.num_attention_heads}")
-        if self.head_dim is None:
-            divides = self.hidden_size % self.num_attention_heads == 0
-            wanted = f"a divisor of hidden_size={self.hidden_size}, or come with a head_dim"
-            self._require("num_attention_heads", divides, wanted)
-        if self.has_augmenting_block and self.augmenting_block != "mlp" and self.use_rope:
-            is_even = (self.head_dim or self.hidden_size // self.num_attention_heads) % 2 == 0
-            field = "num_attention_heads" if self.head_dim is None else "head_dim"
-            self._require(field, is_even, "such that head_dim is even: rotary embeddings turn pairs")
+    def _validate(self) -> None:
+        super()._validate()
         if self.decoder == "none" or not self.regressive:
             wanted = "'fc' or 'residual' without a decoder or the Regressive Connection: all heads would say the same"
             self._require("output_projector", self.output_projector != "none", wanted)
@@ -271,9 +161,6 @@ class CloverConfig(PreTrainedConfig):
         if self.decoder == "attention":
             divides = self.hidden_size % self.decoder_num_heads == 0
             self._require("decoder_num_heads", divides, f"a divisor of hidden_size={self.hidden_size}")
-        if self.draft_vocab_size is not None:
-            fits = self.draft_vocab_size <= self.vocab_size
-            self._require("draft_vocab_size", fits, f"at most vocab_size={self.vocab_size}")
         if self.draft_depth is not None and not self.can_draft_beyond_heads:
             wanted = f"at most num_heads={self.num_heads}, since these heads do not share their weights"
             self._require("draft_depth", self.draft_depth <= self.num_heads, wanted)
@@ -289,60 +176,6 @@ class CloverConfig(PreTrainedConfig):
         parameters = block + (8 + 2 * self.num_heads) * d * d + 2 * cell
         wanted = f"smaller: with the other sizes it makes heads of about {parameters:.1e} parameters"
         self._require("hidden_size", parameters <= MOST_PARAMETERS, wanted)
-
-    def _validate_what_transformers_reads(self, kwargs: dict[str, Any]) -> None:
-        """Fields of every config that would cost memory, fetch a kernel from the Hub, or fail without a name."""
-        kwargs.pop("num_labels", None)  # of classifiers: transformers makes a table of so many labels
-        refused = {field: kwargs.get(field) for field in ("per_layer_config", "base_model_tp_plan")}
-        for field in ("attn_implementation", "_attn_implementation"):
-            value = kwargs.get(field)
-            refused[field] = None if isinstance(value, str) and "/" not in value else value
-        for field, value in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
-            dtype = getattr(torch, value, None) if isinstance(value, str) else value
-            refused[field] = None if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
-        for field, value in refused.items():
-            if value is not None:
-                raise ValueError(f"CloverConfig: `{field}={value!r}` is impossible in heads: leave it out.")
-        for field in ("transformers_version", "problem_type"):
-            self._require(field, isinstance(getattr(self, field), str | None), "a text")
-        for field in ("is_encoder_decoder", "return_dict", "output_hidden_states"):
-            self._require(field, isinstance(getattr(self, field), bool | None), "True or False")
-        self._require("chunk_size_feed_forward", type(self.chunk_size_feed_forward) is int, "an integer")
-        names = [] if self.architectures is None else self.architectures
-        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        self._require("architectures", is_list, "a list of texts")
-        for field, is_entry in (
-            ("id2label", lambda number, label: str(number).isdecimal() and isinstance(label, str)),
-            ("label2id", lambda label, number: isinstance(label, str) and type(number) is int),
-        ):
-            table = {} if getattr(self, field) is None else getattr(self, field)
-            is_table = isinstance(table, dict) and all(is_entry(*entry) for entry in table.items())
-            self._require(field, is_table, "a table of labels and their numbers")
-
-    def _validate_rope_parameters(self) -> None:
-        rope = self.rope_parameters
-        is_table = rope is None or (isinstance(rope, dict) and all(isinstance(name, str) for name in rope))
-        self._require("rope_parameters", is_table, "a dictionary of names")
-        rope = rope or {}
-        kinds = ["default", *ROPE_INIT_FUNCTIONS]
-        self._require("rope_parameters", rope.get("rope_type", "default") in kinds, f"of a `rope_type` among {kinds}")
-        theta = rope.get("rope_theta", 10000.0)
-        is_possible = isinstance(theta, int | float) and 0 < theta <= 1e15
-        self._require("rope_parameters", is_possible, "such that its `rope_theta` is a positive number, at most 1e15")
-
-    def _validate_rope_frequencies(self) -> None:
-        """Each `rope_type` has numbers of its own: transformers' function for it says whether they will do."""
-        compute = ROPE_INIT_FUNCTIONS.get(self.rope_parameters["rope_type"])
-        if compute is None or not self.has_augmenting_block:
-            return
-        try:
-            with torch.device("cpu"):
-                frequencies, _ = compute(self, device="cpu")
-        except Exception as error:
-            wanted = f"complete and of the right types for its `rope_type` ({type(error).__name__}: {error})"
-            self._require("rope_parameters", False, wanted)
-        fits = bool(frequencies.isfinite().all()) and len(frequencies) == self.head_dim // 2
-        self._require("rope_parameters", fits or not self.use_rope, f"such that head_dim={self.head_dim} is turned")
 
 
 CloverConfig.register_for_auto_class()

@@ -1,6 +1,6 @@
 """What heads read of a target: where its parts are, whether they fit, and the loan itself.
 
-Contract: functions of a transformers model and a `CloverConfig`; nothing is changed in the target. A sibling of
+Contract: functions of a transformers model and a `HeadsConfig`; nothing is changed in the target. A sibling of
 `modeling_clover.py` that travels to the Hub with it.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .configuration_clover import SPECIAL_TOKENS, CloverConfig
+from .configuration_heads import SPECIAL_TOKENS, HeadsConfig
 from .packing import HalvedLinear, is_packed, packed, plain_weight
 
 logger = logging.get_logger(__name__)
@@ -88,7 +88,7 @@ def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | No
     return decoder, None, None
 
 
-def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
+def borrow(config: HeadsConfig, target: PreTrainedModel) -> BorrowedParts:
     """The target's parts, after checking that the heads were made for it."""
     text_config, name = target.config.get_text_config(decoder=True), type(target).__name__
     for field in ("hidden_size", "vocab_size"):
@@ -127,7 +127,7 @@ def borrow(config: CloverConfig, target: PreTrainedModel) -> BorrowedParts:
     return BorrowedParts(lm_head, table, norm, *scaling, source=source, is_packed=is_packed(lm_head))
 
 
-def token_table(config: CloverConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
+def token_table(config: HeadsConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
     """The rows [>= V, d] that serve as the heads' token embedding: `config.token_embedding`'s, or else the other's."""
     names = {"lm_head": "lm_head", "input": "input embedding"}
     wanted = config.token_embedding
@@ -237,7 +237,7 @@ def _check_width(lm_head: nn.Module, hidden_size: int, name: str, vocab_size: in
         )
 
 
-def check_fingerprint(config: CloverConfig, actual: str) -> None:
+def check_fingerprint(config: HeadsConfig, actual: str) -> None:
     expected = config.target_fingerprint
     if expected is None or actual == expected:
         return
@@ -255,7 +255,7 @@ def check_fingerprint(config: CloverConfig, actual: str) -> None:
     )
 
 
-def _check_name(config: CloverConfig, target: PreTrainedModel) -> None:
+def _check_name(config: HeadsConfig, target: PreTrainedModel) -> None:
     """Where there are no rows to compare. A folder may hold a copy of what has another name on the Hub."""
     made_for, actual = config.target_name_or_path or "", getattr(target, "name_or_path", None) or ""
     names = {os.path.basename(os.path.normpath(name)).lower() for name in (made_for, actual)}

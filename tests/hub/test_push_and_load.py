@@ -72,7 +72,7 @@ def test_what_is_pushed(hub, pushed, folders):
     assert set(files) == {
         *(".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors"),
         *("blocks.py", "checkpoint_checks.py", "configuration_clover.py", "modeling_clover.py", "packing.py"),
-        *("target_parts.py", "variants.py"),
+        *("configuration_heads.py", "modeling_heads.py", "target_parts.py", "variants.py"),
         *("custom_generate/generate.py", "custom_generate/requirements.txt", "clover_results.json", "speed.png"),
     }
     assert files["model.safetensors"] == (folders.heads / "model.safetensors").read_bytes()

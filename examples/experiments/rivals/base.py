@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 from unittest import mock
 
-import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_clover import CloverConfig, CloverHeads, CloverTrainer
 from hf_clover.decoding import entry, heads_run, loop
@@ -28,15 +27,6 @@ class RivalHeads(CloverHeads):
     teacher: ClassVar[type[Teacher]] = Teacher
     trainer: ClassVar[type[CloverTrainer]] = CloverTrainer
     _auto_class = None  # a rival is no remote code
-
-    def __init__(self, config: CloverConfig) -> None:
-        PreTrainedModel.__init__(self, config)
-        self.build(config)
-        if config.draft_vocab_size is not None:
-            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))  # [D]
-        self.generation_config = GenerationConfig()
-        object.__setattr__(self, "_borrowed", None)
-        self.post_init()
 
     def build(self, config: CloverConfig) -> None:
         """Make the layers."""

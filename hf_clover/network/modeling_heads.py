@@ -1,0 +1,210 @@
+"""What all draft heads have in common, whatever their network: the loan from the target, files, and ways to generate.
+
+Contract: a subclass makes its layers in `build` and says in `forward` what each head feeds into an lm_head. The
+target's lm_head, embedding and final norm are borrowed with `bind(target)` and never stored: a checkpoint holds head
+weights only. `feature_layers` names the target's layers whose states are read, and `new_drafter` gives what drafts
+with the heads in one call of `generate`. This module does not know trees, walks, losses or the Hub. It travels to the
+Hub as remote code, so it imports torch, transformers and its flat siblings only.
+
+Shapes: B batch, T positions, d hidden size, V vocabulary, K heads, `...` any leading dimensions.
+"""
+
+import contextlib
+import importlib
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.utils import ModelOutput
+
+from .checkpoint_checks import check_checkpoint
+from .configuration_heads import HeadsConfig
+from .packing import is_packed, linear
+from .target_parts import BorrowedParts, borrow, gather_rows, is_plain, unwrap
+
+
+@dataclass
+class CloverOutput(ModelOutput):
+    """`head_outputs` [K, B, T, d]: what each head feeds into lm_head; `state` [B, T, d]: what head 0 starts from."""
+
+    head_outputs: torch.Tensor | None = None
+    state: torch.Tensor | None = None
+
+
+class DraftHeads(PreTrainedModel):
+    """Heads that draft for one target."""
+
+    config: HeadsConfig
+    base_model_prefix = "heads"
+    main_input_name = "hidden_states"
+    _supports_sdpa = True
+    supports_gradient_checkpointing = False
+    text_memory: Any = None  # a `TextMemory` of the package, to copy drafts from
+    draft_ids: torch.Tensor  # [draft V] ids of the target, where there is a draft vocabulary
+    rotary_emb: nn.Module  # where the config has rope
+    _borrowed: BorrowedParts | None
+
+    def __init__(self, config: HeadsConfig) -> None:
+        super().__init__(config)
+        self.build(config)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_ids", torch.arange(config.draft_vocab_size))
+        self.generation_config = GenerationConfig()  # num_assistant_tokens None: the machine chooses
+        object.__setattr__(self, "_borrowed", None)
+        self.post_init()
+
+    def build(self, config: Any) -> None:
+        """Make the layers."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DraftHeads) and self.config.draft_vocab_size is not None:
+            init.copy_(module.draft_ids, torch.arange(self.config.draft_vocab_size))
+
+    # ------------------------------------------------------------------ the network
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[...] -> [..., d]: rows of the target's lm_head or input embedding, as the config says."""
+        rows = F.embedding(input_ids.to(self.borrowed.embedding.device), self.borrowed.embedding)
+        return rows.to(device=input_ids.device, dtype=self.dtype)
+
+    def rope_and_mask(
+        self,
+        x: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        past_key_values: Cache | None,
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+        """What layers over the sequence take, from what `encode` is given."""
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]  # [1, T]
+        if attention_mask is None or attention_mask.ndim == 2:
+            made: Any = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
+            attention_mask = made  # a tensor; another kind is flex attention's
+        return self.rotary_emb(x, position_ids), attention_mask
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        """What goes into lm_head [..., d] -> logits [..., V], or [..., draft V] where there is a draft vocabulary."""
+        borrowed = self.borrowed
+        if borrowed.draft_rows is not None:
+            rows, bias = borrowed.draft_rows
+            logits = linear(x.to(rows.dtype), rows, bias)
+        elif self.config.draft_vocab_size is None:
+            weight = getattr(borrowed.lm_head, "weight", None)
+            logits = borrowed.lm_head(x.to(weight.dtype if is_plain(weight) else x.dtype))
+        else:
+            logits = borrowed.lm_head(x)[..., self.draft_ids]
+        return borrowed.scale(logits)
+
+    # ------------------------------------------------------------------ the target's parts
+
+    @property
+    def borrowed(self) -> BorrowedParts:
+        if self._borrowed is None:
+            raise RuntimeError("These heads are not bound to a target: call `heads.bind(target)` first.")
+        return self._borrowed
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """None of their own: the target's are borrowed. FSDP asks."""
+
+    def bind(self, target: nn.Module) -> Self:
+        """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
+        target = unwrap(target)
+        lm_head = target.get_output_embeddings()
+        kept = self._borrowed
+        if kept is None or kept.source is not lm_head or kept.is_packed != is_packed(lm_head):
+            object.__setattr__(self, "_borrowed", kept := borrow(self.config, target))
+        if self.config.draft_vocab_size is not None:
+            ids = self.draft_ids
+            if kept.packed_ids is None or not torch.equal(kept.packed_ids, ids):  # plain rows may have learned since
+                kept.draft_rows = gather_rows(kept.lm_head, ids)
+                kept.packed_ids = ids.clone() if kept.is_packed else None
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the target behind, and the texts of others."""
+        return {**self.__dict__, "_borrowed": None, "text_memory": None}
+
+    # ------------------------------------------------------------------ generating, saving
+
+    def generate_with(
+        self, model: PreTrainedModel, input_ids: torch.Tensor, num_assistant_tokens: int | None = None, **kwargs: Any
+    ) -> Any:
+        """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook."""
+        generate_with = package("decoding.entry").generate_with
+        return generate_with(self, model, input_ids, num_assistant_tokens=num_assistant_tokens, **kwargs)
+
+    def _supports_logits_to_keep(self) -> bool:
+        """transformers' own assisted generation asks this first, and gets heads only where the hook is missing."""
+        raise RuntimeError(
+            "`assistant_model`: Clover heads need the hook of the hf_clover package. `import hf_clover` first, or "
+            "pass `custom_generate=heads.generate_with` in place of `assistant_model`."
+        )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """transformers' own, and all that a push would bring but the card: the folder can be uploaded as it is."""
+        os.makedirs(save_directory, exist_ok=True)
+        self.generation_config.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        with contextlib.suppress(ImportError):  # remote code may run without the package
+            package("hub.code").write_generation_code(save_directory)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        hub_options = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+        hub_kwargs = {name: kwargs[name] for name in hub_options if kwargs.get(name) is not None}
+        if kwargs.get("use_safetensors") is None:
+            kwargs["use_safetensors"] = True
+        try:
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"`{pretrained_model_name_or_path}` holds a safetensors file that is damaged or cut short ({error}): "
+                "save or download it again."
+            ) from error
+        heads = loaded[0] if isinstance(loaded, tuple) else loaded
+        if pretrained_model_name_or_path is not None:
+            with contextlib.suppress(OSError):  # no such file: the defaults stand
+                heads.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub_kwargs)
+        return loaded
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: PreTrainedModel,
+        state_dict: dict[str, torch.Tensor] | None,
+        checkpoint_files: list[str] | None,
+        load_config: Any,
+        expected_keys: list[str] | None = None,
+    ) -> Any:
+        """transformers' own, after a look at the files; `expected_keys` are given where it loads an adapter's."""
+        is_trusted = not load_config.use_safetensors or load_config.ignore_mismatched_sizes
+        if checkpoint_files and expected_keys is None and not is_trusted and not load_config.is_quantized:
+            check_checkpoint(model, checkpoint_files, load_config.pretrained_model_name_or_path)
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
+        """Publish these heads with their model card in one commit; the arguments are those of `push_heads`."""
+        return package("hub.push").push_heads(self, repo_id, **kwargs)
+
+
+def package(module: str) -> ModuleType:
+    """A module of the installed package: this file may be running as remote code, which has the network alone."""
+    try:
+        return importlib.import_module(f"hf_clover.{module}")
+    except ImportError as error:
+        raise ImportError("This needs the hf_clover package: `pip install hf-clover`.") from error
+
+
+__all__ = ["CloverOutput", "DraftHeads"]
