@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import tqdm
 
 from hf_clover import CloverHeads  # from here on, `generate` takes Clover heads as the assistant
-from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.decoding.states import capture_states
 
 PROMPT, NEW_TOKENS, STEPS = torch.arange(1, 9)[None], 120, 60
 
@@ -28,7 +28,7 @@ def tiny_target() -> LlamaForCausalLM:
 def fit(heads: CloverHeads, target: LlamaForCausalLM, text: torch.Tensor) -> None:
     """Teach every head this one text [1, T] by heart."""
     captured: list[torch.Tensor] = []
-    with torch.no_grad(), capture_before_final_norm(target, captured):
+    with torch.no_grad(), capture_states(target, captured):
         target(text)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=3e-3)
     for _ in tqdm(range(STEPS), desc="fitting the heads"):

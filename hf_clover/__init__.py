@@ -17,15 +17,18 @@ check_versions()
 
 _HOME = {
     "AcceptanceCallback": "training.callbacks",
-    "CloverCandidateGenerator": "decoding.drafting",
+    "CloverCandidateGenerator": "decoding.candidates",
     "CloverConfig": "network.configuration_clover",
     "CloverHeads": "network.modeling_clover",
     "CloverTrainer": "training.trainer",
     "CloverTrainingConfig": "training.config",
+    "Eagle3Config": "network.configuration_eagle3",
+    "Eagle3Heads": "network.modeling_eagle3",
     "Speculation": "decoding.record",
     "TextMemory": "decoding.copying",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
+    "load_heads": "making.published",
     "pack_for_cpu": "network.packing",
     "speculations": "decoding.record",
     "uninstall_hook": "decoding.hook",
@@ -39,11 +42,14 @@ __all__ = [
     "CloverHeads",
     "CloverTrainer",
     "CloverTrainingConfig",
+    "Eagle3Config",
+    "Eagle3Heads",
     "Speculation",
     "TextMemory",
     "TreeCache",
     "__version__",
     "install_hook",
+    "load_heads",
     "pack_for_cpu",
     "speculations",
     "uninstall_hook",
@@ -52,12 +58,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .decoding.cache import TreeCache
+    from .decoding.candidates import CloverCandidateGenerator
     from .decoding.copying import TextMemory
-    from .decoding.drafting import CloverCandidateGenerator
     from .decoding.hook import install_hook, uninstall_hook
     from .decoding.record import Speculation, speculations
+    from .making.published import load_heads
     from .network.configuration_clover import CloverConfig
+    from .network.configuration_eagle3 import Eagle3Config
     from .network.modeling_clover import CloverHeads
+    from .network.modeling_eagle3 import Eagle3Heads
     from .network.packing import pack_for_cpu, unpack
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig
@@ -74,21 +83,24 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _register_config() -> None:
+def _register_configs() -> None:
     from transformers.models.auto.configuration_auto import AutoConfig
 
     from .network.configuration_clover import CloverConfig
+    from .network.configuration_eagle3 import Eagle3Config
 
-    AutoConfig.register(CloverConfig.model_type, CloverConfig, exist_ok=True)
+    for config in (CloverConfig, Eagle3Config):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
 
 
-def _register_model() -> None:
+def _register_models() -> None:
     from transformers.models.auto.modeling_auto import AutoModel
 
-    from .network.configuration_clover import CloverConfig
     from .network.modeling_clover import CloverHeads
+    from .network.modeling_eagle3 import Eagle3Heads
 
-    AutoModel.register(CloverConfig, CloverHeads, exist_ok=True)
+    for model in (CloverHeads, Eagle3Heads):
+        AutoModel.register(model.config_class, model, exist_ok=True)
 
 
 def _install_hook() -> None:
@@ -103,9 +115,11 @@ def _load(name: str) -> Callable[[], None]:
 
 # Importing an Auto class loads ours, and ours registers itself when complete, whichever of the two came first; so does
 # the hook. Transformers imports the Auto classes in the middle of its models, so ours may need none of those to load.
+when_imported("transformers.models.auto.configuration_auto", _load("network.configuration_eagle3"))
 when_imported("transformers.models.auto.configuration_auto", _load("network.configuration_clover"))
+when_imported("transformers.models.auto.modeling_auto", _load("network.modeling_eagle3"))
 when_imported("transformers.models.auto.modeling_auto", _load("network.modeling_clover"))
-when_imported(f"{__name__}.network.configuration_clover", _register_config)
-when_imported(f"{__name__}.network.modeling_clover", _register_model)
+when_imported(f"{__name__}.network.configuration_clover", _register_configs)
+when_imported(f"{__name__}.network.modeling_clover", _register_models)
 when_imported("transformers.generation.utils", _load("decoding.hook"))
 when_imported(f"{__name__}.decoding.hook", _install_hook)

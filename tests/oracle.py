@@ -1,24 +1,24 @@
 """Drafters that know the answer, so that the loop is tested at every depth of acceptance.
 
-Contract: inside `planted(truth)`, every drafter plants the target's own continuation `truth` [B, L] for a random
-number of steps, then goes wrong, among random siblings: full, partial and no acceptance all occur. The heads still
-run (they are fed as always), only the tree is another. Random, but the same for the same seed.
+Contract: inside `planted(heads, truth)`, every drafter of `heads` plants the target's own continuation `truth` [B, L]
+for a random number of steps, then goes wrong, among random siblings: full, partial and no acceptance all occur. The
+heads still run (they are fed as always), only the tree is another. Random, but the same for the same seed.
 """
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 
-from hf_clover.decoding import heads_run
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.tree import Tree, root_only
+from hf_clover.network.modeling_heads import DraftHeads
 
 
-class PlantingGenerator(CloverCandidateGenerator):
+class PlantingDrafter(CloverDrafter):
+    can_be_static = False
     truth: torch.Tensor
     rng: random.Random
     start: int  # how many of the truth's columns are the prompt
@@ -81,16 +81,19 @@ class PlantingGenerator(CloverCandidateGenerator):
 
 
 @contextmanager
-def planted(truth: torch.Tensor, start: int, seed: int = 0) -> Iterator[None]:
+def planted(heads: DraftHeads, truth: torch.Tensor, start: int, seed: int = 0) -> Iterator[None]:
     """`truth` [B, L] begins with the `start` columns of the prompt."""
     fields = {"truth": truth, "rng": random.Random(seed), "start": start}
-    generator = type("Planted", (PlantingGenerator,), fields)
-
-    def instead_of_a_compiled_one(heads, batch_size, capacity, config, prompt_mask, block):
-        return nullcontext(generator(heads, prompt_mask, block))
-
-    with (
-        mock.patch.object(heads_run, "CloverCandidateGenerator", generator),
-        mock.patch.object(heads_run, "compiled_drafter", instead_of_a_compiled_one),
-    ):
+    generator = type("Planted", (PlantingDrafter,), fields)
+    with drafting_by(heads, generator):
         yield
+
+
+@contextmanager
+def drafting_by(heads: DraftHeads, drafter: type) -> Iterator[None]:
+    """Inside, `heads` are drafted with by another kind of drafter."""
+    heads.new_drafter = drafter
+    try:
+        yield
+    finally:
+        del heads.new_drafter

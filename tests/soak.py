@@ -422,7 +422,7 @@ def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth:
             options |= {"assistant_model": heads}
             options |= {} if case.nodes is None else {"num_assistant_tokens": case.nodes}
             if case.is_planted:
-                planting = planted(truth[turn], ids.shape[1], case.seed + turn)
+                planting = planted(heads, truth[turn], ids.shape[1], case.seed + turn)
         with planting:
             out = target.generate(input_ids=ids, attention_mask=mask, **options)
         said.prompts.append({"input_ids": ids, "attention_mask": mask})

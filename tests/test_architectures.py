@@ -49,7 +49,7 @@ def test_greedy_tokens_with_planted_trees(name, attention):
         inputs = ragged_batch(VOCABULARY, lengths)
         plain = generate(model, inputs).sequences
         for seed in range(2):
-            with planted(plain, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
+            with planted(heads, plain, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
                 warnings.simplefilter("error", CloverWarning)  # no fallback
                 out = generate(model, inputs, heads, num_assistant_tokens=6)
             assert torch.equal(out.sequences, plain), f"{name} {attention} {shape}"
@@ -91,7 +91,7 @@ def test_chains_with_planted_drafts(name, attention):
             after_plain = torch.rand(1)
             torch.manual_seed(0)
             with (
-                planted(plain.sequences, inputs["input_ids"].shape[1]),
+                planted(heads, plain.sequences, inputs["input_ids"].shape[1]),
                 warnings.catch_warnings(record=True) as caught,
             ):
                 warnings.simplefilter("always", CloverWarning)

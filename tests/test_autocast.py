@@ -24,7 +24,7 @@ def check(target, heads, inputs, options):
     common = {"max_new_tokens": NEW, "pad_token_id": 0, **options}
     plain = target.generate(**inputs, **common)
     drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}
-    with planted(plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
+    with planted(heads, plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)
         ours = target.generate(**inputs, **common, **drafts)
     assert ours.speculation.method == "tree"
@@ -82,7 +82,7 @@ def test_other_targets(name, method):
     with torch.autocast("cpu", HALF), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = target.generate(**common)
-        with planted(plain, 7):
+        with planted(heads, plain, 7):
             drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}
             ours = target.generate(**common, **drafts)
         found = explain(target, inputs, plain, ours.sequences, {"max_new_tokens": NEW, "pad_token_id": 0})
@@ -101,7 +101,7 @@ def test_a_conversation_goes_in_and_out():
         common["attention_mask"] = torch.ones_like(ids)
         with torch.autocast("cpu", HALF, enabled=inside):
             plain = target.generate(ids, **common, **{cache_name(): caches[0]})
-            with planted(plain.sequences, ids.shape[1]):
+            with planted(heads, plain.sequences, ids.shape[1]):
                 drafts = {"assistant_model": heads, "num_assistant_tokens": 4}
                 ours = target.generate(ids, **common, **drafts, **{cache_name(): caches[1]})
         assert torch.equal(ours.sequences, plain.sequences)

@@ -213,7 +213,7 @@ def test_nan_from_a_processor_is_the_largest_number_in_greedy_decoding(model, he
     inputs = ragged_batch(VOCABULARY, lengths)
     plain = model.generate(**inputs, max_new_tokens=NEW, logits_processor=LogitsProcessorList([make()]))
     drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}
-    with planted(plain, inputs["input_ids"].shape[1]):
+    with planted(heads, plain, inputs["input_ids"].shape[1]):
         ours = model.generate(**inputs, max_new_tokens=NEW, logits_processor=LogitsProcessorList([make()]), **drafts)
     assert torch.equal(ours.sequences, plain)
     assert ours.speculation.accepted_tokens > 0
@@ -310,7 +310,7 @@ def test_breaking_off_leaves_everything_as_it_was(model, heads, where, error):
         handle.remove()
     assert state_of(model) == before
     assert all(torch.equal(weights[k], v) for k, v in heads.state_dict().items())
-    with planted(plain, inputs["input_ids"].shape[1]):
+    with planted(heads, plain, inputs["input_ids"].shape[1]):
         again = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     assert torch.equal(again.sequences, plain)
     assert again.speculation.accepted_tokens > 0
@@ -340,7 +340,7 @@ def test_another_attention_is_switched_for_the_tree_and_put_back(model, heads, i
     model.set_attn_implementation("counting")
     before = state_of(model)
     plain = model.generate(**inputs, max_new_tokens=NEW)
-    with planted(plain, inputs["input_ids"].shape[1]):
+    with planted(heads, plain, inputs["input_ids"].shape[1]):
         calls.clear()
         out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.decoding.drafting import CloverCandidateGenerator
-from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.states import capture_states
 from hf_clover.hub.cards import render
 from hf_clover.making.scales import embedding_scale, hidden_state_scale
 from hf_clover.network import blocks
@@ -58,7 +58,7 @@ def rms(x: torch.Tensor) -> float:
 
 def states_of(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     captured: list[torch.Tensor] = []
-    with torch.no_grad(), capture_before_final_norm(target, captured):
+    with torch.no_grad(), capture_states(target, captured):
         target(input_ids=ids, use_cache=False)
     return captured[0]
 
@@ -150,7 +150,7 @@ def test_a_drafted_chain_is_what_one_pass_says(padding):
     ids = torch.randint(3, (3, 15))  # so that pairs come again
     hidden = torch.randn(3, 14, SIZE)
     mask = torch.arange(8) >= torch.tensor(padding)[:, None]  # of a prompt of 8
-    drafter = CloverCandidateGenerator(heads, mask if any(padding) else None)
+    drafter = CloverDrafter(heads, mask if any(padding) else None)
     positions = (torch.arange(14) - torch.tensor(padding)[:, None]).clamp(min=0)
     lengths, found = [8, 8, 8], 0
     drafter.extend(hidden[:, :8], ids[:, 1:9], positions[:, :8], [8, 8, 8])
@@ -242,7 +242,7 @@ def test_trees_grow_deeper_than_the_heads_that_were_trained():
     heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=3, draft_depth=6))
     ids = torch.tensor([[1, 2, 3]])
     plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    with planted(plain, ids.shape[1]):
+    with planted(heads, plain, ids.shape[1]):
         out = target.generate(
             ids, assistant_model=heads, max_new_tokens=20, do_sample=False, num_assistant_tokens=6,
             num_assistant_tokens_schedule="constant", return_dict_in_generate=True,
@@ -416,7 +416,7 @@ def test_the_tokens_are_plain_generates(target, heads, lengths, do_sample, tree)
     heads.config.draft_tree = tree
     for plant in (True, False):
         torch.manual_seed(3)
-        with planted(plain, inputs["input_ids"].shape[1]) if plant else torch.no_grad():
+        with planted(heads, plain, inputs["input_ids"].shape[1]) if plant else torch.no_grad():
             ours = target.generate(
                 **inputs, **options, assistant_model=heads, num_assistant_tokens=8, return_dict_in_generate=True,
                 num_assistant_tokens_schedule="constant",
@@ -430,7 +430,7 @@ def test_the_automatic_budget_and_a_draft_vocabulary(target):
     inputs = ragged_batch(16, (7,))
     plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
     for options in ({}, {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant"}):
-        with planted(plain, inputs["input_ids"].shape[1]):
+        with planted(heads, plain, inputs["input_ids"].shape[1]):
             ours = target.generate(
                 **inputs, max_new_tokens=24, do_sample=False, assistant_model=heads, return_dict_in_generate=True,
                 **options,

@@ -11,7 +11,7 @@ from transformers import StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.static_drafting import compiled_drafter
 
@@ -79,7 +79,7 @@ def test_the_trees_of_the_slow_twin(target, kind, padded, graphs):  # noqa: F811
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     batch, length, size = 3, 11, heads.config.hidden_size
     mask = torch.arange(length) >= torch.tensor([0, 4, 2])[:, None] if padded else None
-    slow = CloverCandidateGenerator(heads, mask)
+    slow = CloverDrafter(heads, mask)
     with compiled_drafter(heads, batch, 128, graphs.config, mask, None) as fast:
         at = [length] * batch
         prompt = settled(batch, length, size, [0] * batch, generator)

@@ -14,7 +14,7 @@ from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding import heads_run
 from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.copying import RUN_ELSEWHERE, RUNS, STEADY, Copies
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.support import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
 
@@ -208,9 +208,9 @@ def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, 
     """The heads draft nothing, also rows without a copy beside those with one; the tokens stay plain generate's."""
     monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
     asked = []
-    draft = CloverCandidateGenerator.draft
+    draft = CloverDrafter.draft
     monkeypatch.setattr(
-        CloverCandidateGenerator, "draft", lambda self, nodes, *rest: asked.append(nodes) or draft(self, nodes, *rest)
+        CloverDrafter, "draft", lambda self, nodes, *rest: asked.append(nodes) or draft(self, nodes, *rest)
     )
     heads = CloverHeads.from_target(model, variant=variant, draft_copies=6)
     inputs = ragged_batch(VOCABULARY, lengths)

@@ -18,7 +18,7 @@ from zoo import build, ragged_batch
 from hf_clover import CloverHeads, speculations
 from hf_clover.decoding import draft_graph, drafting, static_drafting, tree
 from hf_clover.decoding.draft_graph import graphed_drafter
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.private_api import cache_name
 
 REFUSED = {"_local_scalar_dense", "nonzero", "equal"}
@@ -104,8 +104,8 @@ def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch)
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     batch, length, size = 3, 11, heads.config.hidden_size
     mask = torch.arange(length) >= torch.tensor([0, 4, 2])[:, None] if padded else None
-    slow = CloverCandidateGenerator(heads, mask)
-    with graphed_drafter(CloverCandidateGenerator(heads, mask), batch, 128) as fast:
+    slow = CloverDrafter(heads, mask)
+    with graphed_drafter(CloverDrafter(heads, mask), batch, 128) as fast:
         at = [length] * batch
         prompt = settled(batch, length, size, [0] * batch, generator)
         for drafter in (slow, fast):
@@ -238,7 +238,7 @@ def test_no_more_graphs_than_that(target, captures, monkeypatch):
     monkeypatch.setattr(draft_graph, "MOST", 2)
     heads = CloverHeads.from_target(target).bind(target)
     generator = torch.Generator().manual_seed(2)
-    with graphed_drafter(CloverCandidateGenerator(heads), 1, 128) as drafter:
+    with graphed_drafter(CloverDrafter(heads), 1, 128) as drafter:
         drafter.extend(*settled(1, 5, heads.config.hidden_size, [0], generator), [5])
         for nodes in (3, 4, 5, 6) * 3:
             assert drafter.draft(nodes).size == nodes + 1

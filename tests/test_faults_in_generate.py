@@ -152,7 +152,7 @@ def test_threads_draft_chains_in_one_target(target, method):
         said[k] = out.sequences, out.speculation
 
     threads = [threading.Thread(target=speak, args=(k,)) for k in range(4)]
-    with planted(plain, 6):
+    with planted(heads, plain, 6):
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -212,7 +212,7 @@ def test_plain_generate_while_another_thread_has_trees(model, columns_only, impl
 def test_trees_on_a_target_whose_attention_takes_none(columns_only, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain = columns_only.generate(**inputs, max_new_tokens=NEW)
-    with planted(plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
+    with planted(heads, plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)
         out = columns_only.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain)
@@ -356,7 +356,7 @@ def test_breaking_off_elsewhere(model, heads, request, where, error, implementat
         model.generate(**inputs, assistant_model=heads, **{**options, "max_new_tokens": 60}, **kwargs)
     assert state_of(model) == before
     assert heads.generation_config.to_dict() == settings
-    with planted(plain, inputs["input_ids"].shape[1]):
+    with planted(heads, plain, inputs["input_ids"].shape[1]):
         again = model.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
     assert torch.equal(again.sequences, plain)
     assert again.speculation.accepted_tokens > 0
@@ -377,12 +377,12 @@ def test_breaking_off_a_chain(target, method, error):
     assert torch.equal(first.sequences, plain[:, : 7 + NEW])
     before, held = state_of(model), _held(cache)
     breaks = LogitsProcessorList([Breaks(error)])
-    with planted(plain, 7 + NEW), pytest.raises(type(error)):
+    with planted(heads, plain, 7 + NEW), pytest.raises(type(error)):
         model.generate(**more, **{cache_name(): cache}, assistant_model=heads, logits_processor=breaks, **options)
     assert state_of(model) == before
     assert len(held) > 0
     assert all(torch.equal(was, now) for was, now in zip(held, _held(cache), strict=True))
-    with planted(plain, 7 + NEW):
+    with planted(heads, plain, 7 + NEW):
         again = model.generate(**more, **{cache_name(): cache}, assistant_model=heads, **options)
     assert torch.equal(again.sequences, plain)
     assert again.speculation.method == method

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from fitting import fit
-from oracle import PlantingGenerator
+from oracle import PlantingDrafter, drafting_by
 from test_static import Graphs, graphs  # noqa: F401  (a fixture)
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from zoo import build, ragged_batch
@@ -254,7 +254,7 @@ def test_what_was_not_walked_is_marked_as_far_as_the_row_got():
     assert drafted[0].softmax(-1).max() > 0.999
 
 
-class UnsureGenerator(PlantingGenerator):
+class UnsureGenerator(PlantingDrafter):
     """Of every drafted token, the right one in two of three cases."""
 
     def draft(self, nodes, shape=None, foresight=None):
@@ -283,7 +283,7 @@ def test_rows_that_wait_draft_what_they_know(name, sampled):
         fields = {"truth": truth, "rng": random.Random(0), "start": 7}
         generator = type("Unsure", (UnsureGenerator,), fields)
         torch.manual_seed(1)
-        with forget, mock.patch.object(heads_run, "CloverCandidateGenerator", generator):
+        with forget, drafting_by(heads, generator):
             out = target.generate(**common, **speculative)
         assert torch.equal(out.sequences, truth)
         forwards.append(out.speculation.target_forwards)

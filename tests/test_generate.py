@@ -67,7 +67,7 @@ def both(model, heads, inputs, seed=0, plant=True, **kwargs):
     torch.manual_seed(seed)
     plain = model.generate(**inputs, **{**common, **made[0]})
     width = inputs["input_ids"].shape[1] if "input_ids" in inputs else 0
-    with planted(plain.sequences, width, seed) if plant else nullcontext():
+    with planted(heads, plain.sequences, width, seed) if plant else nullcontext():
         torch.manual_seed(seed)
         ours = model.generate(**inputs, **{**common, "num_assistant_tokens": 10, **made[1]}, assistant_model=heads)
     return plain, ours
@@ -186,7 +186,7 @@ def test_max_length_in_the_middle_of_a_walk(model, heads, new, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     plain = model.generate(**inputs, max_new_tokens=NEW)
     width = inputs["input_ids"].shape[1]
-    with planted(plain, width):
+    with planted(heads, plain, width):
         ours = model.generate(**inputs, max_new_tokens=new, assistant_model=heads, num_assistant_tokens=8)
     assert torch.equal(ours, plain[:, : width + new])
 
@@ -350,7 +350,7 @@ def test_a_conversation_goes_on_from_either_cache(name, who, shape):
         ids, mask, cache, said = inputs["input_ids"], inputs["attention_mask"], DynamicCache(config=target.config), []
         for turn, with_heads in enumerate(speakers):
             assistant = {"assistant_model": heads, "num_assistant_tokens": 6} if with_heads else {}
-            with planted(truth[turn], ids.shape[1], turn) if truth else nullcontext():
+            with planted(heads, truth[turn], ids.shape[1], turn) if truth else nullcontext():
                 out = target.generate(
                     input_ids=ids,
                     attention_mask=mask,

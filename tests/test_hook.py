@@ -54,7 +54,7 @@ DOORS = pytest.mark.parametrize("way", ["assistant_model", "custom_generate"])
 
 def drafted(target, plain, width, *args, **options):
     """The call with the plain text planted in the drafts -> its output; drafts must be accepted."""
-    with planted(plain, width):
+    with planted(heads, plain, width):
         out = target.generate(*args, return_dict_in_generate=True, **{"num_assistant_tokens": 9, **options})
     assert out.speculation.accepted_tokens > 0
     return out
@@ -133,7 +133,7 @@ def test_stop_strings(words, way, setting, monkeypatch, caplog):
     width = inputs.input_ids.shape[1]
     plain = target.generate(**inputs, **options)
     before = options.get("generation_config", GenerationConfig()).to_dict()
-    with planted(plain, width):
+    with planted(heads, plain, width):
         ours = target.generate(**inputs, **options, **door(way, heads))
     assert torch.equal(ours, plain)
     assert options.get("generation_config", GenerationConfig()).to_dict() == before

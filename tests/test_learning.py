@@ -326,7 +326,7 @@ TEXT = torch.arange(2 * 23).view(2, 23) % 40
 def test_chain_by_depth_by_hand(drafters, monkeypatch):
     target = make_target()
     heads = CloverHeads.from_target(target, variant="medusa")
-    monkeypatch.setattr(drafters, "CloverCandidateGenerator", Knowing)
+    monkeypatch.setattr(drafters, "CloverDrafter", Knowing)
     # Twelve places, 6 to 17, of which three each have 0, 1, 2 and 3 right drafts.
     assert drafters.chain_by_depth(heads, target, TEXT, 6, 5) == pytest.approx([0.75, 0.5, 0.25, 0, 0])
     assert drafters.chain_by_depth(heads, target, TEXT, 6, 5, every=2) == pytest.approx([0.5, 0.5, 0, 0, 0])

@@ -30,7 +30,7 @@ def inputs():
 
 
 def speculated(model, heads, inputs, truth):
-    with planted(truth, inputs["input_ids"].shape[1]):
+    with planted(heads, truth, inputs["input_ids"].shape[1]):
         out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     assert out.speculation.method == "tree"
     assert out.speculation.accepted_tokens > 0

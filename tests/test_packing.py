@@ -133,7 +133,7 @@ def test_heads_give_the_packed_targets_tokens(target, cache):
     assert pack_for_cpu(target)
     assert pack_for_cpu(heads)
     expected = target.generate(**options)
-    with planted(expected, batch["input_ids"].shape[1]), speculations() as records:
+    with planted(heads, expected, batch["input_ids"].shape[1]), speculations() as records:
         actual = target.generate(**options, assistant_model=heads, num_assistant_tokens=6)
     assert torch.equal(actual, expected)
     assert records[0].method == "tree"

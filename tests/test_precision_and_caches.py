@@ -26,7 +26,7 @@ def both(target, inputs, fallback=False, seed=0, heads=None, **options):
     heads = heads or CloverHeads.from_target(target)
     options = {"max_new_tokens": NEW, "pad_token_id": 0, **options}
     plain = target.generate(**inputs, **made_anew(options))
-    with planted(plain, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
+    with planted(heads, plain, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
         if not fallback:
             warnings.simplefilter("error", CloverWarning)
         drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}

@@ -157,7 +157,7 @@ def one_by_one(
     return total, outputs
 
 
-def fed(heads: RivalHeads, widths: tuple[int, ...]) -> tuple[heads_run.CloverCandidateGenerator, list, list]:
+def fed(heads: RivalHeads, widths: tuple[int, ...]) -> tuple[heads_run.CloverDrafter, list, list]:
     """A drafter of two rows of unequal text, the second one padded, that got it in pieces of these widths; and the
     rows' hidden states and tokens."""
     torch.manual_seed(5)

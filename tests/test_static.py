@@ -66,7 +66,7 @@ def both(target, heads, inputs, seed=0, plain=None, **options):
     torch.manual_seed(seed)
     plain = target.generate(**inputs, **{k: v for k, v in sampling.items() if k != "num_assistant_tokens"})
     torch.manual_seed(seed)
-    with planted(plain, inputs["input_ids"].shape[1], seed):
+    with planted(heads, plain, inputs["input_ids"].shape[1], seed):
         ours = target.generate(**inputs, **common, assistant_model=heads, return_dict_in_generate=True)
     assert ours.speculation.accepted_tokens > 0
     return plain, ours
@@ -162,7 +162,7 @@ def test_settings_of_the_target_and_a_cache_of_the_users(graphs):
     for turn in range(2):
         ids, mask = said["input_ids"], said["attention_mask"]
         truth = target.generate(**said, max_new_tokens=8, disable_compile=True)
-        with planted(truth, ids.shape[1], turn):
+        with planted(heads, truth, ids.shape[1], turn):
             out = target.generate(**said, max_new_tokens=8, **{cache_name(): cache}, assistant_model=heads)
         assert torch.equal(out, truth)
         width = out.shape[1] - ids.shape[1]

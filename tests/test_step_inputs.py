@@ -25,7 +25,7 @@ def both(target, inputs, **options):
     heads = CloverHeads.from_target(target)
     options = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, **options}
     plain = target.generate(**inputs, **options)
-    with planted(plain, inputs["input_ids"].shape[1]):
+    with planted(heads, plain, inputs["input_ids"].shape[1]):
         drafts = {"assistant_model": heads, "num_assistant_tokens": 6, "return_dict_in_generate": True}
         return plain, target.generate(**inputs, **options, **drafts)
 

@@ -21,7 +21,7 @@ def generate(target, ids, mask, cache, heads=None, truth=None, new=NEW):
     inputs = {"input_ids": ids, "attention_mask": mask, cache_name(): cache}
     if heads is None:
         return target.generate(**inputs, **options)
-    with planted(truth, ids.shape[1]), warnings.catch_warnings():
+    with planted(heads, truth, ids.shape[1]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return target.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=5)
 

@@ -176,7 +176,7 @@ def test_without_a_name_generate_with_heads_is_plain_generate(way, lost, target)
     positional = () if ids is None else (ids,)
     door = {"custom_generate": heads.generate_with} if way == "custom_generate" else {"assistant_model": heads}
     settings = {**door, "num_assistant_tokens": 3, "max_new_tokens": NEW}
-    with planted(plain, 9):
+    with planted(heads, plain, 9):
         out = target.generate(*positional, **inputs, **settings, return_dict_in_generate=True)
         tokens = target.generate(*positional, **inputs, **settings)
     assert torch.equal(out.sequences, plain)

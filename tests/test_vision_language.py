@@ -90,7 +90,7 @@ def exactly(model, heads, inputs, seed=0, **options):
     torch.manual_seed(seed)
     plain = model.generate(**inputs, **options)
     torch.manual_seed(seed)
-    with planted(plain.sequences, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
+    with planted(heads, plain.sequences, inputs["input_ids"].shape[1], seed), warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)  # no fallback
         ours = model.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=6)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -148,7 +148,7 @@ def test_a_question_after_an_answer(name):
             if truth is None:
                 ids = model.generate(input_ids=ids, **options, **given, **types)
             else:
-                with planted(truth[turn], ids.shape[1], turn):
+                with planted(heads, truth[turn], ids.shape[1], turn):
                     out = model.generate(
                         input_ids=ids,
                         **options,

@@ -33,7 +33,7 @@ from drafters import DEPTH, EVERY, ROW, ask, chain_by_depth, full_rows, read_que
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.making.last_layer import LastLayer
 from hf_clover.making.scales import embedding_scale
 
@@ -147,7 +147,7 @@ def draft_milliseconds(
     size = target.config.get_text_config(decoder=True).hidden_size
     drafters, seconds = {}, {label: [] for label in labels}
 
-    def take_in(drafter: CloverCandidateGenerator, start: int, count: int) -> None:
+    def take_in(drafter: CloverDrafter, start: int, count: int) -> None:
         hidden = torch.randn(1, count, size, dtype=target.dtype, device=target.device)
         tokens = torch.ones(1, count, dtype=torch.long, device=target.device)
         drafter.extend(hidden, tokens, start + torch.arange(count, device=target.device)[None], [count])
@@ -155,7 +155,7 @@ def draft_milliseconds(
     for label in labels:
         variant, fields, _ = ROWS[label]
         heads = make_heads(target, variant, fields | {"draft_vocab_size": ids})
-        drafters[label] = CloverCandidateGenerator(heads.eval())
+        drafters[label] = CloverDrafter(heads.eval())
         take_in(drafters[label], 0, PROMPT)
         drafters[label].draft(nodes)
     for repeat in range(repeats):

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.measure.benchmark import batch_of
 from hf_clover.measure.prompts import load_questions
@@ -291,9 +291,9 @@ def right_drafts(
 @torch.no_grad()
 def along(
     heads: CloverHeads, target: PreTrainedModel, rows: torch.Tensor, stops: Iterable[int]
-) -> Iterator[tuple[int, CloverCandidateGenerator]]:
+) -> Iterator[tuple[int, CloverDrafter]]:
     """A drafter that follows the texts `rows` [N, L], at each place of `stops`: of the last token that it knows."""
-    kind = heads.generator if isinstance(heads, RivalHeads) else CloverCandidateGenerator
+    kind = heads.generator if isinstance(heads, RivalHeads) else CloverDrafter
     drafter = kind(heads.bind(target))
     hidden = _teacher(heads, target).hidden_states({"input_ids": rows})  # [N, L, d]
     positions, known = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1), 0  # [N, L]

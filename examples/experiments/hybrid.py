@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.decoding.states import capture_states
 from hf_clover.measure.benchmark import write
 from hf_clover.measure.provenance import provenance
 from hf_clover.training.optimizers import MUON_RATE, MuonAndAdamW
@@ -58,7 +58,7 @@ def make_target(width: int, layers: int, vocab_size: int) -> PreTrainedModel:
 def learn_by_heart(heads: CloverHeads, target: PreTrainedModel, texts: torch.Tensor, steps: int) -> None:
     """Cross-entropy of every head on `texts` [N, L], six of them a step."""
     captured: list[torch.Tensor] = []
-    with torch.no_grad(), capture_before_final_norm(target, captured):
+    with torch.no_grad(), capture_states(target, captured):
         target(texts)
     weights = list(heads.parameters())
     groups = [

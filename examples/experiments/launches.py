@@ -26,7 +26,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import draft_graph, loop, static_drafting, static_target, tree
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.heads_run import HeadsRun
 from hf_clover.decoding.static_drafting import CompiledDrafter
 from hf_clover.decoding.target_run import TargetRun
@@ -39,7 +39,7 @@ PARTS = {  # what of a step is where; what a part calls that is one itself count
     "walk": [(loop, "greedy_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
     "take-in": [(HeadsRun, "take_in")],
-    "draft": [(CloverCandidateGenerator, "draft"), (CompiledDrafter, "draft")],
+    "draft": [(CloverDrafter, "draft"), (CompiledDrafter, "draft")],
 }
 NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}  # are launched by no operator of these
 READS = {"_local_scalar_dense", "nonzero", "equal"}

@@ -83,7 +83,7 @@ class Oracle:
         return logits
 
 
-class OracleGenerator(drafting.CloverCandidateGenerator):
+class OracleGenerator(drafting.CloverDrafter):
     """The drafter as it is, but for what its heads say."""
 
     oracle: Oracle
@@ -109,7 +109,7 @@ class OracleGenerator(drafting.CloverCandidateGenerator):
 @contextmanager
 def drafting_by(oracle: Oracle) -> Iterator[None]:
     generator = type("OfThisText", (OracleGenerator,), {"oracle": oracle})
-    with mock.patch.object(heads_run, "CloverCandidateGenerator", generator):
+    with mock.patch.object(heads_run, "CloverDrafter", generator):
         yield
 
 

@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from hf_clover import speculations
 from hf_clover.decoding import loop
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.measure.prompts import held_out_sources
 
 PARTS = {  # of a step with heads: where each is
     "verify": [(TargetRun, "verify")],
-    "draft": [(CloverCandidateGenerator, "draft"), (CloverCandidateGenerator, "extend")],
+    "draft": [(CloverDrafter, "draft"), (CloverDrafter, "extend")],
     "walk": [(loop, "greedy_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
 }

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of
 from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, START, Costs, Guess, cost_by_size
 from .interfaces import Budget
@@ -348,7 +348,7 @@ def make_budget(
     asked: int | None,
     is_ceiling: bool,
     target: PreTrainedModel,
-    heads: CloverHeads,
+    heads: DraftHeads,
     mode: Hashable = None,
     picking: Hashable = None,
     room: int | None = None,

@@ -38,7 +38,7 @@ from .private_api import (
     read_prompt,
 )
 from .ranks import any_goes_on
-from .target_run import capture_before_final_norm
+from .states import capture_states
 from .tree import Tree, root_only
 
 MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
@@ -62,15 +62,17 @@ class ChainRun:
         model_kwargs: dict[str, Any],
         replays: bool,
         steps: bool = False,
+        feature_layers: Sequence[int] = (),
     ) -> None:
-        """`replays`: by a copy of the cache and not by cropping it; `steps`: recurrent layers go one by one."""
+        """`replays`: by a copy of the cache and not by cropping it; `steps`: recurrent layers go one by one;
+        `feature_layers`: whose states the heads read, as `capture_states` takes them."""
         self.target, self.generation_config, self.replays = target, config, replays
-        self.steps = steps
+        self.steps, self.feature_layers = steps, tuple(feature_layers)
         self.model_kwargs = dict(model_kwargs)  # the prompt's
         self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = _columns(self.theirs)  # of an earlier turn
         self.root_position: torch.Tensor  # [B, 1] of the chain that was committed last
-        self.hidden: torch.Tensor  # [B, n, d] of the last chain, before the final norm
+        self.hidden: torch.Tensor  # [B, n, f] of the last chain, as the heads read it
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.cache = Lengths([])
         self._behind = 0  # settled tokens that the target's cache does not hold
@@ -84,7 +86,7 @@ class ChainRun:
     @contextmanager
     def open(self) -> Iterator["ChainRun"]:
         with self._open:
-            self._open.enter_context(capture_before_final_norm(self.target, self._captured))
+            self._open.enter_context(capture_states(self.target, self._captured, self.feature_layers))
             self._open.enter_context(as_for_decoding(self.target))
             yield self
 

@@ -21,7 +21,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..network.modeling_clover import CloverHeads
-from .drafting import CloverCandidateGenerator, given
+from ..network.modeling_heads import DraftHeads
+from .drafting import CloverDrafter, given
 from .foresight import Foresight
 from .static_drafting import CompiledDrafter, draft_step
 from .static_target import SPARE_SLOTS, StaticTreeCache, lent_cache
@@ -106,7 +107,7 @@ class DraftGraphs:
 # ---------------------------------------------------------------------- the drafter
 
 
-def pays(heads: CloverHeads, config: GenerationConfig, rows: int, columns: int) -> bool:
+def pays(heads: DraftHeads, config: GenerationConfig, rows: int, columns: int) -> bool:
     """Whether drafts for `rows` texts of up to `columns` tokens may be graphs."""
     moves = hasattr(heads.borrowed.lm_head, "_hf_hook")  # its weights come and go
     return (
@@ -118,7 +119,7 @@ def pays(heads: CloverHeads, config: GenerationConfig, rows: int, columns: int) 
 
 
 @contextmanager
-def graphed_drafter(eager: CloverCandidateGenerator, rows: int, columns: int) -> Iterator["GraphedDrafter"]:
+def graphed_drafter(eager: CloverDrafter, rows: int, columns: int) -> Iterator["GraphedDrafter"]:
     """One that goes on from `eager` with texts of up to `columns` tokens; its cache and graphs are nobody else's
     inside the block."""
     heads = eager.heads
@@ -130,7 +131,7 @@ def graphed_drafter(eager: CloverCandidateGenerator, rows: int, columns: int) ->
 
 
 class GraphedDrafter(CompiledDrafter):
-    def __init__(self, eager: CloverCandidateGenerator, cache: StaticTreeCache) -> None:
+    def __init__(self, eager: CloverDrafter, cache: StaticTreeCache) -> None:
         heads = eager.heads
         has_block = heads.config.has_augmenting_block
         super().__init__(heads, cache if has_block else None, None, eager.prompt_mask, eager.block)
@@ -147,7 +148,7 @@ class GraphedDrafter(CompiledDrafter):
 
     def remember(self, cache: Cache, columns: int) -> None:
         """As an eager one: this one's cache is lent for one call."""
-        eager = CloverCandidateGenerator(self.heads, self.prompt_mask, self.block)
+        eager = CloverDrafter(self.heads, self.prompt_mask, self.block)
         hand_over(self, eager)
         eager.remember(cache, columns)
 
@@ -177,7 +178,7 @@ def drafted(
             cache.slots.index = None  # also where a capture broke off
 
 
-def hand_over(one: CloverCandidateGenerator, other: CloverCandidateGenerator) -> None:
+def hand_over(one: CloverDrafter, other: CloverDrafter) -> None:
     """What `one` knows of the text, to `other`, which is new."""
     for name in ("state", "roots", "is_broken", "_waiting"):
         setattr(other, name, getattr(one, name))
@@ -188,7 +189,7 @@ def hand_over(one: CloverCandidateGenerator, other: CloverCandidateGenerator) ->
         other.cache.stand_at(lengths)
 
 
-def what_is_written_down(heads: CloverHeads) -> tuple:
+def what_is_written_down(heads: DraftHeads) -> tuple:
     """In a graph, of what does not belong to the cache: where everything is that a draft reads, and sizes."""
     borrowed = heads.borrowed
     tensors = [*heads.parameters(), *heads.buffers(), borrowed.embedding, *borrowed.lm_head.parameters()]

@@ -1,6 +1,6 @@
 """The heads' side of a step: keep up with the target, then grow a tree.
 
-Contract: `CloverCandidateGenerator` is fed what the target has just settled (hidden states and the tokens after
+Contract: `CloverDrafter` is fed what the target has just settled (hidden states and the tokens after
 them) and drafts a tree from there. It never looks at the target's logits and uses no random numbers of its own; it may
 be told those that plain generate is about to use (`foresight.py`).
 
@@ -18,8 +18,10 @@ from transformers.utils import logging
 
 from ..network.blocks import followed, last_place, searched_text, stretches
 from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from .cache import TreeCache
 from .foresight import Foresight
+from .interfaces import Drafter
 from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only
 
 logger = logging.get_logger(__name__)
@@ -29,7 +31,23 @@ MOST_WAITING = 256  # steps, beside the prompt, that wait for a tree to be asked
 
 
 # What a conversation's drafter knows of it, kept as long as the user keeps the conversation's cache.
-_remembered: WeakKeyDictionary[Cache, tuple["CloverCandidateGenerator", int]] = WeakKeyDictionary()
+_remembered: WeakKeyDictionary[Cache, tuple[Drafter, int]] = WeakKeyDictionary()
+
+
+def drafter_of_conversation(
+    heads: DraftHeads,
+    network: DraftHeads,
+    cache: Cache | None,
+    rows: int,
+    columns: int,
+    prompt_mask: torch.Tensor | None,
+    block: int | None,
+) -> Drafter:
+    """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only: the
+    caller may have changed the cache's columns or rows since. The other arguments are those of `new_drafter`."""
+    kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
+    goes_on = kept is not None and kept.heads is network and kept.rows == rows and known == columns
+    return kept if kept is not None and goes_on else heads.new_drafter(network, prompt_mask, block)
 
 
 @dataclass
@@ -121,7 +139,7 @@ def grow(
 
 
 def grow_in_shape(
-    heads: CloverHeads, expand: Expand, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None = None
+    heads: DraftHeads, expand: Expand, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None = None
 ) -> Tree:
     """The tree below `roots` [B], whatever `expand` makes of a level."""
     config = heads.config
@@ -139,7 +157,9 @@ def grow_in_shape(
     return grow_global(score, roots, nodes, depth, config.draft_beam_width, config.draft_top_k, vocabulary)
 
 
-class CloverCandidateGenerator:
+class CloverDrafter:
+    can_be_static = True  # a draft of static shapes, compiled or as a graph, gives the same trees
+
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None
@@ -149,26 +169,12 @@ class CloverCandidateGenerator:
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
         self._waiting: list[Settled] = []
 
-    @classmethod
-    def for_conversation(
-        cls,
-        heads: CloverHeads,
-        cache: Cache | None,
-        rows: int,
-        columns: int,
-        prompt_mask: torch.Tensor | None,
-        block: int | None = None,
-    ) -> "CloverCandidateGenerator":
-        """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only: the
-        caller may have changed the cache's columns or rows since.
-        `block`: positions that it takes in at once, where the caller wants a limit."""
-        kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
-        if kept is None or kept.heads is not heads or kept.roots is None:
-            return cls(heads, prompt_mask, block)
-        return kept if (len(kept.roots), known) == (rows, columns) else cls(heads, prompt_mask, block)
+    @property
+    def rows(self) -> int:
+        return 0 if self.roots is None else len(self.roots)
 
     def remember(self, cache: Cache, columns: int) -> None:
-        _remembered[cache] = (self, columns)
+        _remembered[cache] = self, columns
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""

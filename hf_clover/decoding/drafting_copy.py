@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from ..network.packing import (
     HalvedLinear,
     can_halve,
@@ -35,7 +35,7 @@ LEAST_WEIGHTS = 2**19  # of the largest layer, from which on reading weights tak
 
 
 @torch.no_grad()
-def drafting_copy(heads: CloverHeads, target: PreTrainedModel) -> CloverHeads:
+def drafting_copy(heads: DraftHeads, target: PreTrainedModel) -> DraftHeads:
     """`heads`, which are bound to `target`, or what drafts in their place."""
     if not _gains_by_it(heads):
         return heads
@@ -47,7 +47,7 @@ def drafting_copy(heads: CloverHeads, target: PreTrainedModel) -> CloverHeads:
     return made
 
 
-def _gains_by_it(heads: CloverHeads) -> bool:
+def _gains_by_it(heads: DraftHeads) -> bool:
     modules, lm_head = list(heads.modules()), heads.borrowed.lm_head
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     is_large = any(layer.weight.numel() >= LEAST_WEIGHTS for layer in layers)
@@ -68,7 +68,7 @@ def _halves() -> bool:
     return _dtype() == torch.float32 and can_halve()
 
 
-def _what_is_copied(heads: CloverHeads) -> tuple:
+def _what_is_copied(heads: DraftHeads) -> tuple:
     """What tells whether the heads, or what they borrow, are still those of the copy."""
     tensors = [*heads.parameters(), *heads.buffers(), *heads.borrowed.lm_head.parameters()]
     versions = ((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
@@ -76,7 +76,7 @@ def _what_is_copied(heads: CloverHeads) -> tuple:
     return tuple(versions), tuple(places)
 
 
-def _copied(heads: CloverHeads) -> CloverHeads:
+def _copied(heads: DraftHeads) -> DraftHeads:
     made = copy.deepcopy(heads).eval()  # with plain weights, also where the original's are packed
     made.config = heads.config  # which the user may change
     for weight in made.parameters():
@@ -89,7 +89,7 @@ def _copied(heads: CloverHeads) -> CloverHeads:
     return made
 
 
-def _borrowed(heads: CloverHeads) -> BorrowedParts:
+def _borrowed(heads: DraftHeads) -> BorrowedParts:
     """What the heads borrow, with the rows that score packed; other kinds of lm_head score themselves."""
     borrowed, lm_head = heads.borrowed, heads.borrowed.lm_head
     if not (type(lm_head) is nn.Linear or is_packed(lm_head)):

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 from transformers.utils import logging
 
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of, unwrap
 from .budget import check_nodes
 from .loop import CloverGenerateOutput, speculate
@@ -40,7 +40,7 @@ NOT_PASSED = (*DRAFTING, "assistant_model", "assistant_tokenizer", "custom_gener
 
 
 def generate_through(
-    original: Callable[..., Any], heads: CloverHeads, model: PreTrainedModel, call: dict[str, Any]
+    original: Callable[..., Any], heads: DraftHeads, model: PreTrainedModel, call: dict[str, Any]
 ) -> Any:
     """`original`, transformers' `generate`, with `generate_with` as its loop. `call`: all arguments by name."""
     refuse_encoder_decoders(model)
@@ -90,7 +90,7 @@ def _without_tokenizer(model: PreTrainedModel, call: dict[str, Any]) -> dict[str
 
 
 def generate_with(
-    heads: CloverHeads,
+    heads: DraftHeads,
     model: PreTrainedModel,
     input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
@@ -203,7 +203,7 @@ def refuse_empty_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
             )
 
 
-def check_memory(heads: CloverHeads) -> None:
+def check_memory(heads: DraftHeads) -> None:
     if heads.text_memory is not None and not heads.config.draft_copies:
         raise ValueError(
             "`heads.text_memory` is set, and `heads.config.draft_copies=0` copies nothing from it: set the second to "
@@ -211,7 +211,7 @@ def check_memory(heads: CloverHeads) -> None:
         )
 
 
-def place_heads(heads: CloverHeads, model: PreTrainedModel) -> None:
+def place_heads(heads: DraftHeads, model: PreTrainedModel) -> None:
     """Heads on another device are moved to where the target's hidden states are; another dtype is kept and cast to."""
     if any(parameter.is_meta for parameter in heads.parameters()):
         raise ValueError(

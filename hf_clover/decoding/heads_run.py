@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import Cache
 
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from .copying import Copies
 from .draft_graph import graphed_drafter, pays
-from .drafting import CloverCandidateGenerator
+from .drafting import CloverDrafter, drafter_of_conversation
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
 from .interfaces import Budget, Drafter, Run
@@ -31,14 +31,14 @@ from .tree import Tree, with_chain, with_path
 DROP_BELOW = 0.75  # of a batch's rows going on
 
 
-def in_own_precision(heads: CloverHeads) -> AbstractContextManager[None]:
+def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:
     """The heads cast what they are given to their own dtype: a caller's `torch.autocast` is for the target alone."""
     kind = heads.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 class HeadsRun:
-    def __init__(self, heads: CloverHeads, budget: Budget, run: Run, text: Text) -> None:
+    def __init__(self, heads: DraftHeads, budget: Budget, run: Run, text: Text) -> None:
         self.run, self.text, self.budget = run, text, budget
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
@@ -50,22 +50,24 @@ class HeadsRun:
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
-    def _drafter_of_conversation(self, heads: CloverHeads) -> Drafter:
+    def _drafter_of_conversation(self, heads: DraftHeads) -> Drafter:
         """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree
         where the device has graphs."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         if mask is not None:
             mask = mask[:, -run.hidden.shape[1] :]
-        if isinstance(run.cache, StaticTreeCache) and not run.has_the_users_cache:
-            settings = (config.compile_config, mask, config.prefill_chunk_size)
-            return run.hold(compiled_drafter(heads, len(run.hidden), run.cache.capacity, *settings))
-        heads = drafting_copy(heads, run.target)
-        eager = CloverCandidateGenerator.for_conversation(
-            heads, run.theirs, len(run.hidden), run.known_columns, mask, config.prefill_chunk_size
-        )
-        rows, columns = run.hidden.shape[:2]
+        (rows, columns), block = run.hidden.shape[:2], config.prefill_chunk_size
+        is_static = isinstance(run.cache, StaticTreeCache) and not run.has_the_users_cache
+        network = heads if is_static else drafting_copy(heads, run.target)
+        eager = drafter_of_conversation(heads, network, run.theirs, rows, run.known_columns, mask, block)
+        if type(eager) is not CloverDrafter:
+            return eager
+        if isinstance(run.cache, StaticTreeCache) and is_static:
+            return run.hold(
+                compiled_drafter(eager.heads, rows, run.cache.capacity, config.compile_config, mask, block)
+            )
         columns += run.known_columns + self.text.max_length - self.text.rows()[0].shape[0]
-        return run.hold(graphed_drafter(eager, rows, columns)) if pays(heads, config, rows, columns) else eager
+        return run.hold(graphed_drafter(eager, rows, columns)) if pays(network, config, rows, columns) else eager
 
     # ------------------------------------------------------------------ what the heads take in
 

@@ -21,15 +21,16 @@ from .private_api import why_unavailable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from ..network.modeling_clover import CloverHeads
+    from ..network.modeling_heads import DraftHeads
 
 _transformers: Any = GenerationMixin  # of which a method is replaced
 _original: Callable[..., Any] | None = None  # transformers' generate, while ours is in its place
 _is_active = False
 
 
-def is_clover(model: Any) -> bool:
-    return getattr(getattr(model, "config", None), "model_type", None) == "clover"
+def are_heads(model: Any) -> bool:
+    """Whether `model` drafts as this library's heads do; asked without importing a class."""
+    return hasattr(model, "new_drafter") and hasattr(model, "feature_layers")
 
 
 def is_installed() -> bool:
@@ -82,7 +83,7 @@ def _positional_names(generate: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(generate).parameters.values() if p.kind in kinds)[1:]
 
 
-def _heads_of(call: dict[str, Any]) -> "CloverHeads | None":
+def _heads_of(call: dict[str, Any]) -> "DraftHeads | None":
     """The heads that this call is to draft with: `assistant_model`, or those of `custom_generate`."""
     loop, assistant = call.get("custom_generate"), call.get("assistant_model")
     if isinstance(assistant, (str, os.PathLike)):
@@ -92,7 +93,7 @@ def _heads_of(call: dict[str, Any]) -> "CloverHeads | None":
         )
     if loop is not None:
         owner = getattr(loop, "__self__", None)
-        return owner if is_clover(owner) and loop.__name__ == "generate_with" else None
-    if not is_clover(assistant) or call.get("cache_implementation") == "paged":  # which transformers refuses itself
+        return owner if are_heads(owner) and loop.__name__ == "generate_with" else None
+    if not are_heads(assistant) or call.get("cache_implementation") == "paged":  # which transformers refuses itself
         return None
     return assistant

@@ -6,12 +6,12 @@ need not name its protocol: it has these members, and mypy compares them where a
 - `Run`, the target's side of a call: `target_run.TargetRun` verifies trees, `chain.ChainRun` chains.
 - `Budget`, how many nodes a tree gets: `budget.FixedBudget`, `budget.AutomaticBudget`, and `ranks.SharedBudget`,
   which is one of these where several processes must agree.
-- `Drafter`, the heads' side: `drafting.CloverCandidateGenerator`, `static_drafting.CompiledDrafter` and
-  `draft_graph.GraphedDrafter`. Each draws its drafts from the user's heads, or on a CPU from the copy that
-  `drafting_copy` makes of them, which is `CloverHeads` too.
+- `Drafter`, the heads' side, which `heads.new_drafter` gives: `drafting.CloverDrafter` for Clover's heads, and in its
+  place where shapes are static `static_drafting.CompiledDrafter` and `draft_graph.GraphedDrafter`. Whoever adds heads
+  of another kind gives them a `new_drafter`.
 
-Shapes: B running rows, T prompt columns, n tree nodes, m new positions at most, k copied tokens, d hidden size,
-V vocabulary.
+Shapes: B running rows, T prompt columns, n tree nodes, m new positions at most, k copied tokens, f numbers of a state
+as the heads read it, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
     from transformers.cache_utils import Cache
 
-    from ..network.configuration_clover import CloverConfig
-    from ..network.modeling_clover import CloverHeads
+    from ..network.configuration_heads import HeadsConfig
+    from ..network.modeling_heads import DraftHeads
     from .foresight import Foresight
     from .tree import Tree
 
@@ -51,7 +51,7 @@ class Run(Protocol):
     known_columns: int  # of an earlier turn, which `theirs` held when the call began
     shape: str | None  # of the drafts that it can verify: "chain", or None for any tree
     is_compiled: bool  # its forward has static shapes, so drafting is compiled too
-    hidden: torch.Tensor  # [B, n, d] of the last forward, before the final norm
+    hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it (`capture_states`)
     prompt_mask: torch.Tensor | None  # [B, T] bool, None where every column is a token
     root_position: torch.Tensor  # [B, 1] of the tree that was committed last
 
@@ -133,15 +133,25 @@ class Budget(Protocol):
 class Drafter(Protocol):
     """The heads in one call: they take in what is settled, and draft from there."""
 
-    heads: "CloverHeads"
-    config: "CloverConfig"
+    @property
+    def heads(self) -> "DraftHeads":
+        """That it runs: the user's, or on a CPU the copy that `drafting_copy` makes of them."""
+
+    @property
+    def config(self) -> "HeadsConfig":
+        """Theirs."""
+
     prompt_mask: torch.Tensor | None  # [B, T] bool, False where the prompt is padding
     is_broken: bool  # the heads gave NaN: nothing is drafted any more
+
+    @property
+    def rows(self) -> int:
+        """That it drafts for; 0 before it has taken in a text."""
 
     def extend(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
-        """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, d], the tokens after them
+        """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, f], the tokens after them
         [B, m] and the positions [B, m] of the hidden states."""
 
     def draft(self, nodes: int, shape: str | None = None, foresight: "Foresight | None" = None) -> "Tree":

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from .budget import make_budget
 from .chain import ChainRun
 from .heads_run import HeadsRun
@@ -37,7 +37,7 @@ class CloverGenerateOutput(GenerateDecoderOnlyOutput):
 @torch.no_grad()
 def speculate(
     target: PreTrainedModel,
-    heads: CloverHeads,
+    heads: DraftHeads,
     input_ids: torch.Tensor,
     text: Text,
     model_kwargs: dict,
@@ -51,9 +51,10 @@ def speculate(
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
     run: Run
     if route.method == TREE:
-        run = TargetRun(target, text.config, model_kwargs, widest=budget.most_nodes + 1)
+        run = TargetRun(target, text.config, model_kwargs, budget.most_nodes + 1, heads.feature_layers)
     else:
-        run = ChainRun(target, text.config, model_kwargs, route.method == REPLAYED, route.steps)
+        replays = route.method == REPLAYED
+        run = ChainRun(target, text.config, model_kwargs, replays, route.steps, heads.feature_layers)
     walk = greedy_walk if text.is_plain_greedy else replay
     stats = Speculation(method=route.method, reason=route.reason)
 

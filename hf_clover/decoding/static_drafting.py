@@ -1,6 +1,6 @@
 """Drafting as one compiled step: the heads take in what is new, and grow a tree from it.
 
-Contract: `CompiledDrafter` gives the trees of `CloverCandidateGenerator`, its slow twin, where the target's forward is
+Contract: `CompiledDrafter` gives the trees of `CloverDrafter`, its slow twin, where the target's forward is
 compiled too. Shapes are static: up to `width` new positions a row in every step, a cache of fixed capacity, and one
 graph for each number of nodes. The prompt, and what gathers while drafting rests, is taken in eagerly before.
 
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from ..network.modeling_clover import CloverHeads
 from .cache import TreeCache
-from .drafting import CloverCandidateGenerator, Settled, given, grow
+from .drafting import CloverDrafter, Settled, given, grow
 from .foresight import Foresight
 from .masks import additive, visible_columns
 from .static_target import StaticTreeCache, compiled_function, lent_cache
@@ -42,7 +42,7 @@ def compiled_drafter(
         yield CompiledDrafter(heads, cache, config, prompt_mask, block)
 
 
-class CompiledDrafter(CloverCandidateGenerator):
+class CompiledDrafter(CloverDrafter):
     cache: StaticTreeCache | None
 
     def __init__(

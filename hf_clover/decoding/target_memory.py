@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 from transformers import CompileConfig, PreTrainedModel
 
 if TYPE_CHECKING:
-    from ..network.modeling_clover import CloverHeads
+    from ..network.modeling_heads import DraftHeads
     from .budget import Experience
+    from .states import Hooks
     from .static_target import StaticTreeCache
-    from .target_run import _FinalNorm
 
 
 @dataclass(eq=False)
@@ -31,19 +31,19 @@ class TargetMemory:
     is_never_packed: bool = False
     # attention: how many calls have switched its attention, and what each of its configs named before
     switched: tuple[int, list[tuple[Any, str | None]]] = (0, [])
-    # target_run: the hooks before its final norm, while anybody listens
-    final_norm: "_FinalNorm | None" = None
+    # states: the hooks on these layers, while anybody listens
+    hooks: "dict[tuple[int, ...], Hooks]" = field(default_factory=dict)
     # one_by_one: how many calls want its recurrent layers to go token by token
     one_by_one: int = 0
     # static_target: the static cache that was used last, while nobody uses it; what was compiled, by its shape
     idle_cache: "StaticTreeCache | None" = None
     compiled: dict[tuple, tuple[CompileConfig, Callable[..., Any]]] = field(default_factory=dict)
     # drafting_copy: what drafts in place of each set of heads, and what it was made from
-    drafting_copies: "WeakKeyDictionary[CloverHeads, tuple[tuple, CloverHeads]]" = field(
+    drafting_copies: "WeakKeyDictionary[DraftHeads, tuple[tuple, DraftHeads]]" = field(
         default_factory=WeakKeyDictionary
     )
     # budget: what was learned of it with each set of heads
-    experience: "WeakKeyDictionary[CloverHeads, Experience]" = field(default_factory=WeakKeyDictionary)
+    experience: "WeakKeyDictionary[DraftHeads, Experience]" = field(default_factory=WeakKeyDictionary)
 
 
 _memories: WeakKeyDictionary[PreTrainedModel, TargetMemory] = WeakKeyDictionary()

@@ -1,23 +1,21 @@
 """The target's side of a step: prefill, one forward over a whole tree, and keeping what was walked.
 
 Contract: `TargetRun` owns the target's `TreeCache`, masks and positions for one call of `generate`, and hands out
-logits and the hidden states before the final norm. What the target returns for a node is what it returns for that
-node's path alone. It changes nothing in the target that outlives its `with` block.
+logits and the states that the heads read. What the target returns for a node is what it returns for that node's path
+alone. It changes nothing in the target that outlives its `with` block.
 
-Shapes: B batch, T prompt columns, n tree nodes, d hidden size, V vocabulary.
+Shapes: B batch, T prompt columns, n tree nodes, f numbers of a state as the heads read it, V vocabulary.
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from ..network.target_parts import device_of, find_decoder
+from ..network.target_parts import device_of
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .interfaces import Held
@@ -32,6 +30,7 @@ from .private_api import (
     wants_compiling,
 )
 from .ranks import any_goes_on
+from .states import capture_states
 from .static_target import (
     NODE_COUNTS,
     SPARE_SLOTS,
@@ -39,10 +38,8 @@ from .static_target import (
     StaticTreeCache,
     compiled_step,
     lent_cache,
-    note_hidden,
     verify_step,
 )
-from .target_memory import memory_of
 from .tree import Tree, chain_of, root_only
 
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
@@ -69,8 +66,10 @@ class TargetRun:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         widest: int = NODE_COUNTS[-1],
+        feature_layers: Sequence[int] = (),
     ) -> None:
-        """`widest`: the largest tree that a step may verify, with its root; what is wider is not compiled."""
+        """`widest`: the largest tree that a step may verify, with its root; what is wider is not compiled.
+        `feature_layers`: whose states the heads read, as `capture_states` takes them."""
         self.target, self.generation_config, self.model_kwargs = target, generation_config, dict(model_kwargs)
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
@@ -78,10 +77,10 @@ class TargetRun:
         self.cache = TreeCache(self.num_layers)
         self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
         self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
-        self.hidden: torch.Tensor  # [B, n, d] of the last forward, before the final norm
+        self.hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
-        self.widest = widest
+        self.widest, self.feature_layers = widest, tuple(feature_layers)
         self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
         self.is_compiled = False
@@ -95,7 +94,7 @@ class TargetRun:
     @contextmanager
     def open(self) -> Iterator["TargetRun"]:
         with self._open:
-            self._open.enter_context(capture_before_final_norm(self.target, self._captured))
+            self._open.enter_context(capture_states(self.target, self._captured, self.feature_layers))
             self._open.enter_context(as_for_decoding(self.target))
             yield self
 
@@ -119,7 +118,8 @@ class TargetRun:
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask.bool()
-        if wants_compiling(self.target, self.generation_config, self.theirs):
+        # A compiled forward hands over what enters the final norm, and no other layer's states.
+        if not self.feature_layers and wants_compiling(self.target, self.generation_config, self.theirs):
             self._become_static(batch)
         self._load(self.theirs)
         kwargs = {**self.model_kwargs, cache_name(): self.cache}
@@ -315,70 +315,6 @@ class TargetRun:
             self.verify(chain_of(tokens))
             self.commit([range(min(gap, block)) for gap in missing])
         return columns
-
-
-@contextmanager
-def capture_before_final_norm(target: PreTrainedModel, captured: list[torch.Tensor]) -> Iterator[None]:
-    """Appends what goes into the decoder's final norm (or, where there is none, what the decoder returns).
-
-    Other threads may run the same target meanwhile: only this thread's forwards count. All share one pair of hooks,
-    which goes with the last of them: one that came or went while another thread's forward is traced for
-    `torch.compile` would break the guards being written.
-    """
-    memory = memory_of(target)
-    with memory.lock:
-        memory.final_norm = final_norm = memory.final_norm or _FinalNorm(target)
-        key = final_norm.add(captured)
-    try:
-        yield
-    finally:
-        with memory.lock:
-            if final_norm.remove(key):
-                memory.final_norm = None
-
-
-class _FinalNorm:
-    """The hooks on a target's decoder and final norm, and who listens, in which thread."""
-
-    def __init__(self, target: PreTrainedModel) -> None:
-        decoder, _, norm = find_decoder(target)
-        self._listeners: dict[object, tuple[int, list[torch.Tensor]]] = {}
-        self._before_norm = threading.local()  # some decoders use their final norm on the embeddings too
-        self._has_norm = norm is not None
-        self._handles = [decoder.register_forward_hook(self._after_decoder)]
-        if norm is not None:
-            self._handles.append(norm.register_forward_pre_hook(self._before, with_kwargs=True))
-
-    def add(self, captured: list[torch.Tensor]) -> object:
-        key = object()
-        self._listeners[key] = (threading.get_ident(), captured)
-        return key
-
-    def remove(self, key: object) -> bool:
-        """Whether it was the last one, and the hooks are gone."""
-        del self._listeners[key]
-        if not self._listeners:
-            for handle in self._handles:
-                handle.remove()
-        return not self._listeners
-
-    def _before(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        # Whether this frame is traced; `is_compiling` would say whether any thread traces.
-        if torch.compiler.is_dynamo_compiling():
-            note_hidden(hidden)
-        else:
-            self._before_norm.hidden = hidden
-
-    def _after_decoder(self, _: nn.Module, __: tuple, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            if not self._has_norm:
-                note_hidden(output[0])
-            return
-        hidden = self._before_norm.__dict__.pop("hidden", None)
-        for thread, captured in tuple(self._listeners.values()):
-            if thread == threading.get_ident():
-                captured.append(output[0] if hidden is None else hidden)
 
 
 def takes_positions(target: PreTrainedModel) -> bool:

@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from .configuration_clover import CloverConfig
+from .configuration_heads import HeadsConfig
 
 LONGEST_RUN = 4  # R: tokens that are compared to find a place again
 MOST_COMPARED = 1 << 24  # states, each with every column of its text
@@ -31,9 +32,9 @@ def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> 
     return linear
 
 
-def layer_starts(config: CloverConfig) -> tuple[str | None, str | None]:
+def layer_starts(config: HeadsConfig) -> tuple[str | None, str | None]:
     """How a layer of the block starts, unless a copy of the target's takes its place: what reads, and what adds."""
-    return ("even", "zero") if config.normalize_hidden_states else (None, None)
+    return ("even", "zero") if config.starts_at_nothing else (None, None)
 
 
 class CloverRMSNorm(nn.Module):
@@ -208,15 +209,17 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class CloverAttention(nn.Module):
-    def __init__(self, config: CloverConfig, layer_idx: int) -> None:
+    def __init__(self, config: HeadsConfig, layer_idx: int, inputs: int | None = None) -> None:
+        """`inputs`: width of what it reads, where that is not the hidden size."""
         super().__init__()
         self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
         size, bias = config.hidden_size, config.attention_bias
+        inputs = size if inputs is None else inputs
         read, add = layer_starts(config)
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = started_linear(size, queries, bias, read)
-        self.k_proj = started_linear(size, keys, bias, read)
-        self.v_proj = started_linear(size, keys, bias, read)
+        self.q_proj = started_linear(inputs, queries, bias, read)
+        self.k_proj = started_linear(inputs, keys, bias, read)
+        self.v_proj = started_linear(inputs, keys, bias, read)
         self.o_proj = started_linear(queries, size, config.attention_output_bias, add)
         self.q_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = CloverRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
@@ -247,7 +250,7 @@ class CloverAttention(nn.Module):
 
 
 class CloverMLP(nn.Module):
-    def __init__(self, config: CloverConfig) -> None:
+    def __init__(self, config: HeadsConfig) -> None:
         super().__init__()
         read, add = layer_starts(config)
         size, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -304,6 +307,7 @@ __all__ = [
     "followed",
     "last_place",
     "places_along",
+    "rotated",
     "searched_text",
     "started_linear",
     "stretches",

@@ -74,8 +74,6 @@ class CloverConfig(HeadsConfig):
     variant: str = "clover-2"
     num_augmenting_layers: int = LEFT_OPEN
     augmenting_block: str = LEFT_OPEN
-    attention_output_bias: bool = False
-    use_rope: bool = True
 
     decoder: str = LEFT_OPEN
     decoder_position: str = LEFT_OPEN
@@ -142,6 +140,14 @@ class CloverConfig(HeadsConfig):
     def num_later_heads(self) -> int:
         """The heads that decode a token: all, or all but head 0 where the first decoder stands before the block."""
         return self.num_heads - (self.decoder_position == "before")
+
+    @property
+    def token_table(self) -> str:
+        return self.token_embedding
+
+    @property
+    def starts_at_nothing(self) -> bool:
+        return self.normalize_hidden_states
 
     @property
     def has_rope(self) -> bool:

@@ -5,6 +5,7 @@ run. Impossible values are refused by name, before anything is allocated: a conf
 travels to the Hub beside the network, so it knows torch and transformers alone.
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -38,9 +39,11 @@ class HeadsConfig(PreTrainedConfig):
     intermediate_size: int = 11008
     hidden_act: str = "silu"
     attention_bias: bool = False
+    attention_output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     rope_parameters: dict = LEFT_OPEN
+    use_rope: bool = True
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
@@ -107,6 +110,21 @@ class HeadsConfig(PreTrainedConfig):
         return self
 
     @property
+    def token_table(self) -> str:
+        """Whose rows of the target are the heads' token embeddings: "lm_head" or "input"."""
+        return "input"
+
+    @property
+    def target_width(self) -> int:
+        """The target's hidden size."""
+        return self.hidden_size
+
+    @property
+    def starts_at_nothing(self) -> bool:
+        """Whether new layers add nothing to what they read until they are trained."""
+        return False
+
+    @property
     def has_rope(self) -> bool:
         """Whether the network makes rotary embeddings."""
         return True
@@ -127,7 +145,7 @@ class HeadsConfig(PreTrainedConfig):
 
     def _validate(self) -> None:
         """Each field alone, and those of the layers together."""
-        fields = type(self).__dataclass_fields__
+        fields = {field.name for field in dataclasses.fields(self)}
         for field in CHOICES:
             if field in fields:
                 self._require_choice(field)

@@ -226,6 +226,11 @@ class CloverHeads(DraftHeads):
             noise = noise.normal_(0.0, INIT_NOISE) if "gaussian" in start else noise.uniform_(0.0, INIT_NOISE)
             init.copy_(module.weight, noise + torch.eye(*noise.shape, device=noise.device, dtype=noise.dtype))
 
+    def new_drafter(
+        self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None
+    ) -> Any:
+        return package("decoding.drafting").CloverDrafter(network, prompt_mask, block)
+
     @classmethod
     def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
         """New heads for `target`; `fields` are those of `CloverConfig`."""

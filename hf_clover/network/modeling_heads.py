@@ -139,6 +139,22 @@ class DraftHeads(PreTrainedModel):
 
     # ------------------------------------------------------------------ generating, saving
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers whose states these heads read, side by side; they count as transformers'
+        `hidden_states` do. None: what enters the target's final norm."""
+        return ()
+
+    def new_drafter(
+        self, network: "DraftHeads", prompt_mask: torch.Tensor | None = None, block: int | None = None
+    ) -> Any:
+        """What drafts with these heads in one call of `generate`: a `Drafter` of the package.
+
+        `network`: these heads, or the copy of them that a CPU runs faster; `prompt_mask` [B, T]: False where the
+        prompt is padding; `block`: positions that are taken in at once, where the caller wants a limit.
+        """
+        raise NotImplementedError
+
     def generate_with(
         self, model: PreTrainedModel, input_ids: torch.Tensor, num_assistant_tokens: int | None = None, **kwargs: Any
     ) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_heads import SPECIAL_TOKENS, HeadsConfig
@@ -91,8 +91,9 @@ def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | No
 def borrow(config: HeadsConfig, target: PreTrainedModel) -> BorrowedParts:
     """The target's parts, after checking that the heads were made for it."""
     text_config, name = target.config.get_text_config(decoder=True), type(target).__name__
-    for field in ("hidden_size", "vocab_size"):
-        ours, theirs = getattr(config, field), getattr(text_config, field)
+    sizes = {"hidden_size": config.target_width, "vocab_size": config.vocab_size}
+    for field, ours in sizes.items():
+        theirs = getattr(text_config, field)
         if ours != theirs:
             raise ValueError(
                 f"These heads were made for another target: their {field} is {ours}, that of `{name}` is {theirs}. "
@@ -107,8 +108,8 @@ def borrow(config: HeadsConfig, target: PreTrainedModel) -> BorrowedParts:
         if reshard is not None:  # FSDP leaves some weights in one piece after a forward, but not for good
             reshard()
     lm_head = whole(source)
-    _check_width(lm_head, config.hidden_size, name, config.vocab_size)
-    rows = readable_rows(lm_head, config)
+    _check_width(lm_head, config.target_width, name, config.vocab_size)
+    rows = readable_rows(lm_head, config.vocab_size, config.target_width)
     actual = None if rows is None else fingerprint(rows)
     if actual and config.target_fingerprint is not None:
         check_fingerprint(config, actual)
@@ -119,7 +120,7 @@ def borrow(config: HeadsConfig, target: PreTrainedModel) -> BorrowedParts:
         raise ValueError(
             f"The target `{name}` lends no token embeddings: neither the rows of its lm_head "
             f"({type(lm_head).__name__}) nor those of its input embedding can be read as a floating point "
-            f"[{config.vocab_size}, {config.hidden_size}] table. Load the target with one of them unquantised."
+            f"[{config.vocab_size}, {config.target_width}] table. Load the target with one of them unquantised."
         )
     _, _, norm = find_decoder(target)
     norm = nn.Identity() if norm is None else whole(norm)
@@ -128,11 +129,12 @@ def borrow(config: HeadsConfig, target: PreTrainedModel) -> BorrowedParts:
 
 
 def token_table(config: HeadsConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
-    """The rows [>= V, d] that serve as the heads' token embedding: `config.token_embedding`'s, or else the other's."""
+    """The rows [>= V, d] that serve as the heads' token embedding: `config.token_table`'s, or else the other's."""
     names = {"lm_head": "lm_head", "input": "input embedding"}
-    wanted = config.token_embedding
+    wanted = config.token_table
     for name in sorted(names, key=lambda name: name != wanted):
-        rows = readable_rows(lm_head if name == "lm_head" else whole(target.get_input_embeddings()), config)
+        module = lm_head if name == "lm_head" else whole(target.get_input_embeddings())
+        rows = readable_rows(module, config.vocab_size, config.target_width)
         if rows is not None and name != wanted:
             logger.warning_once(
                 f"The rows of the target's {names[wanted]} cannot be read (quantised?): those of its {names[name]} "
@@ -209,12 +211,12 @@ def is_plain(weight: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
 
 
-def readable_rows(module: nn.Module | None, config: PreTrainedConfig) -> torch.Tensor | None:
-    """[>= V, d], V and d being those of `config`, the target's or the heads'."""
+def readable_rows(module: nn.Module | None, vocab_size: int, width: int) -> torch.Tensor | None:
+    """[>= V, d] of a layer that holds them as they are."""
     weight = plain_weight(module)
     if not is_plain(weight) or weight.ndim != 2:
         return None
-    return weight if weight.shape[0] >= config.vocab_size and weight.shape[1] == config.hidden_size else None
+    return weight if weight.shape[0] >= vocab_size and weight.shape[1] == width else None
 
 
 def fingerprint(rows: torch.Tensor) -> str:

@@ -98,6 +98,8 @@ INTEGERS = {
     "intermediate_size": (1, 1 << 20),
     "num_heads": (1, 64),
     "num_augmenting_layers": (0, 64),
+    "num_hidden_layers": (1, 64),
+    "target_hidden_size": (1, 1 << 17),
     "num_attention_heads": (1, 1 << 12),
     "num_key_value_heads": (1, 1 << 12),
     "decoder_num_heads": (1, 1 << 12),
@@ -133,6 +135,12 @@ SWITCHES = (
     "mlp_bias",
     "qk_norm",
     "use_rope",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "own_lm_head",
+    "own_embedding",
 )
 MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
 LONGEST_NAME = 1024

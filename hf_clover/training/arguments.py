@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from ..making.loading import check_path
 from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
 from .config import WITH_MUON, CloverTrainingConfig
 from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, MuonAndAdamW
@@ -56,7 +57,7 @@ def checked_teacher(teacher_model: "nn.Module | str | None", model: Any) -> "nn.
 
 
 def _are_heads(model: Any) -> bool:
-    return getattr(getattr(unwrap(model), "config", None), "model_type", None) == "clover"
+    return isinstance(unwrap(model), DraftHeads)
 
 
 def name_of(model: "nn.Module | str") -> str:

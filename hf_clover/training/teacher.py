@@ -28,7 +28,7 @@ from transformers.integrations.deepspeed import (
 )
 from transformers.utils import logging
 
-from ..decoding.target_run import capture_before_final_norm
+from ..decoding.states import capture_states
 from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_clover import CloverHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
@@ -109,7 +109,7 @@ class Teacher:
         captured: list[torch.Tensor] = []
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "hidden_states")}
         self.model.eval()
-        with capture_before_final_norm(unwrap(self.model), captured):
+        with capture_states(unwrap(self.model), captured):
             self.model(**inputs, use_cache=False, **self._last_logit_only)
         return captured[-1].to(inputs["input_ids"].device)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_clover import CloverConfig, CloverHeads, CloverTrainer
 from hf_clover.decoding import entry, heads_run, loop
-from hf_clover.decoding.drafting import CloverCandidateGenerator
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.training.teacher import Teacher
 
@@ -22,7 +22,7 @@ from hf_clover.training.teacher import Teacher
 class RivalHeads(CloverHeads):
     name: ClassVar[str]
     fields: ClassVar[dict[str, Any]]  # of `CloverConfig`: what the library reads of it, sizes, and the paper's loss
-    generator: ClassVar[type[CloverCandidateGenerator]] = CloverCandidateGenerator
+    generator: ClassVar[type[CloverDrafter]] = CloverDrafter
     run: ClassVar[type[TargetRun]] = TargetRun
     teacher: ClassVar[type[Teacher]] = Teacher
     trainer: ClassVar[type[CloverTrainer]] = CloverTrainer
@@ -61,7 +61,7 @@ def admitted() -> Iterator[None]:
             )
         with (
             mock.patch.object(heads_run, "pays", return_value=False),  # graphs of drafts are the library's heads' own
-            mock.patch.object(heads_run, "CloverCandidateGenerator", heads.generator),
+            mock.patch.object(heads_run, "CloverDrafter", heads.generator),
             mock.patch.object(loop, "TargetRun", heads.run),
         ):
             return speculate(target, heads, *args, **kwargs)

@@ -3,7 +3,7 @@
 Contract: `EagleHeads.advance` runs one decoder layer over (feature, token) pairs; `EagleGenerator` drafts with it, one
 forward a level. Keys and values of drafted nodes stand in the cache behind those of the text while a tree grows, and
 are forgotten when it is done; a node attends to the text and to its own ancestors. Keeping up with the text is the
-library's `CloverCandidateGenerator`, in the same blocks as for our heads.
+library's `CloverDrafter`, in the same blocks as for our heads.
 
 Shapes: B batch, T positions, d hidden size, W beams, n nodes drafted so far, C cache columns.
 """
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.cache_utils import Cache
 
-from hf_clover.decoding.drafting import CloverCandidateGenerator, Settled, grow_in_shape
+from hf_clover.decoding.drafting import CloverDrafter, Settled, grow_in_shape
 from hf_clover.decoding.foresight import Foresight
 from hf_clover.decoding.tree import Tree, root_only
 
@@ -74,7 +74,7 @@ class _Path:
         return torch.full(visible.shape, hidden, dtype=dtype, device=device).masked_fill_(visible, 0)[:, None]
 
 
-class EagleGenerator(CloverCandidateGenerator):
+class EagleGenerator(CloverDrafter):
     """The state kept for the root is the layer's output at the last position: the feature drafted for the next one."""
 
     heads: "EagleHeads"

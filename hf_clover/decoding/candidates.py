@@ -1,0 +1,79 @@
+"""Draft heads for decoding loops that are not ours: transformers' own assisted decoding, or a user's.
+
+Contract: `CloverCandidateGenerator` is a `transformers.generation.CandidateGenerator` that proposes a chain of tokens
+for texts of one length. It finds the target's states by hooks, so the loop only has to run the target over the tokens
+that it was given. It verifies nothing: that is the loop's part.
+
+Shapes: B batch, L tokens of the text, n positions of the last forward, f numbers of a state as the heads read it.
+"""
+
+import weakref
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from ..network.modeling_heads import DraftHeads
+from ..network.target_parts import unwrap
+from .drafting_copy import drafting_copy
+from .states import capture_states
+
+
+class CloverCandidateGenerator(CandidateGenerator):
+    """
+    Proposes what draft heads expect, token by token, for a decoding loop that verifies a chain.
+
+    Args:
+        heads (`DraftHeads`): `CloverHeads` or others, made for `target`.
+        target (`PreTrainedModel`): the model that the loop runs.
+        num_assistant_tokens (`int`, *optional*): tokens of a proposal; as many as the heads draft by default.
+
+    Example:
+
+    ```python
+    >>> candidates = CloverCandidateGenerator(heads, target)
+    >>> proposed, _ = candidates.get_candidates(input_ids)  # before the first forward: `input_ids` as they are
+    >>> logits = target(proposed, use_cache=False).logits
+    ```
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, heads: DraftHeads, target: PreTrainedModel, num_assistant_tokens: int | None = None) -> None:
+        heads.bind(target)
+        self.heads, self.num_assistant_tokens = heads, num_assistant_tokens or heads.config.draft_depth
+        self.model_kwargs_overrides: dict[str, Any] = {}  # asked of the target: nothing, since hooks find the states
+        self._drafter = heads.new_drafter(drafting_copy(heads, unwrap(target)))
+        self._captured: list[torch.Tensor] = []
+        self._taken_in: int | None = None  # positions of the text
+        hooks = ExitStack()
+        hooks.enter_context(capture_states(unwrap(target), self._captured, heads.feature_layers))
+        self.close = weakref.finalize(self, hooks.close)  # takes the hooks off, at the latest with this object
+
+    @torch.no_grad()
+    def get_candidates(  # type: ignore[override]  # no logits: any loop then compares tokens
+        self, input_ids: torch.Tensor, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        """The text [B, L] with what is proposed behind it [B, L + k]; the text alone where nothing is known of it.
+
+        `kwargs` are what transformers' loop says of the last step, which the length of `input_ids` says too.
+        """
+        settled = input_ids.shape[1] - 1
+        if self._captured:
+            hidden = self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)  # [B, n, f]
+            self._captured.clear()
+            if self._taken_in is None:  # the prompt
+                self._taken_in = settled - hidden.shape[1]
+            new = settled - self._taken_in  # of the n positions: behind them stood tokens that were not accepted
+            positions = torch.arange(self._taken_in, settled, device=input_ids.device).expand(len(input_ids), -1)
+            self._drafter.extend(hidden[:, :new], input_ids[:, -new:], positions, [new] * len(input_ids))
+            self._taken_in = settled
+        if self._taken_in != settled:
+            return input_ids, None
+        chain = self._drafter.draft(self.num_assistant_tokens, "chain").tokens[:, 1:]  # [B, k]
+        return torch.cat((input_ids, chain.to(input_ids)), dim=1), None
+
+
+__all__ = ["CloverCandidateGenerator"]

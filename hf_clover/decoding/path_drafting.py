@@ -1,0 +1,111 @@
+"""Drafting with layers that attend over the drafted path: EAGLE's side of a step.
+
+Contract: `PathDrafter` keeps up with the text as `CloverDrafter` does, and drafts with one forward of the heads'
+layers a level. Keys and values of drafted nodes stand in the cache behind those of the text while a tree grows, and
+are forgotten when it is done: what was accepted is taken in anew, from the target's own states. A node attends to the
+text and to its own ancestors. Of the heads it needs `encode`, `recycled`, `advance`, `output` and `score`.
+
+Shapes: B batch, d hidden size, W beams of a level, n nodes drafted so far, C cache columns.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .cache import TreeCache
+from .drafting import CloverDrafter, Settled, given, grow_in_shape
+from .foresight import Foresight
+from .masks import additive
+from .tree import Tree, root_only
+
+
+class PathDrafter(CloverDrafter):
+    """The state kept for the root is the layers' output at the last position."""
+
+    can_be_static = False
+    heads: Any  # with these methods
+    cache: TreeCache
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last: torch.Tensor | None = None  # [B] the position of the last settled token's hidden state
+
+    def extend(
+        self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        last = Settled(hidden, next_tokens, positions, list(counts)).at_last(positions).to(self.heads.device)
+        if min(counts) == 0 and self.last is not None:
+            last = torch.where(torch.tensor(counts, device=last.device) > 0, last, self.last)
+        self.last = last
+        super().extend(hidden, next_tokens, positions, counts)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        if self.last is not None:
+            self.last = self.last[torch.tensor(rows, device=self.last.device)]
+
+    @torch.no_grad()
+    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
+        roots = given(self.roots)
+        if nodes == 0 or self.is_broken:
+            return root_only(roots)
+        self._catch_up()
+        settled = list(self.cache.lengths)
+        try:
+            expand = self._levels().expand
+            return grow_in_shape(self.heads, expand, roots, nodes, shape or self.config.draft_tree, foresight)
+        finally:
+            self.cache.slots.lengths = settled
+
+    def _levels(self) -> Any:
+        """What has `expand`, for one tree."""
+        return Levels(self)
+
+
+class Levels:
+    """A tree that is being grown: the states of its last level, and who descends from whom."""
+
+    def __init__(self, drafter: PathDrafter) -> None:
+        self.heads, self.cache = drafter.heads, drafter.cache
+        self.prompt_mask, self.settled = drafter.prompt_mask, list(drafter.cache.lengths)
+        self.states = given(drafter.state)[:, None]  # [B, W, d]
+        batch, device = len(self.settled), self.states.device
+        self.ancestors = torch.ones(batch, 1, 0, dtype=torch.bool, device=device)  # [B, W, n] with the node itself
+        ahead = given(drafter.last)[:, None] + torch.arange(drafter.config.draft_depth, device=device)  # [B, depth]
+        self.rope = self.heads.rotary_emb(self.states, ahead)  # [B, depth, head_dim] each
+
+    def expand(self, level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
+        """As `tree.Expand`: logits [B, W, V] of what follows `tokens` [B, W]."""
+        if chosen is not None:
+            self._descend(level, chosen, tokens)
+        return self.heads.score(self.heads.output(self.states))
+
+    def _descend(self, level: int, chosen: torch.Tensor, tokens: torch.Tensor) -> None:
+        width = tokens.shape[1]
+        states = self.states.gather(1, chosen[..., None].expand(-1, -1, self.states.shape[2]))  # [B, W, d]
+        ancestors = self.ancestors.gather(1, chosen[..., None].expand(-1, -1, self.ancestors.shape[2]))  # [B, W, n]
+        itself = torch.eye(width, dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        self.ancestors = torch.cat((ancestors, itself), dim=2)  # [B, W, n + W]
+        rope = tuple(part[:, level : level + 1] for part in self.rope)  # [B, 1, head_dim]
+        with self.cache.staged(width):
+            features = self.heads.recycled(states)
+            self.states = self.heads.advance(features, tokens, rope, self._mask(level), self.cache)  # [B, W, d]
+        self.cache.slots.lengths = [length + width for length in self.cache.lengths]
+
+    def _mask(self, level: int) -> torch.Tensor | None:
+        """[B, 1, W, C], to be added to the attention's scores."""
+        nodes, is_even = self.ancestors.shape[2], self.cache.slots.is_even and self.prompt_mask is None
+        if is_even and nodes == level:
+            return None  # a chain sees everything
+        device, columns = self.states.device, max(self.settled) + nodes
+        starts = torch.tensor(self.settled, device=device)[:, None]  # [B, 1]
+        visible = torch.arange(columns, device=device) < starts  # [B, C]
+        if self.prompt_mask is not None:
+            visible[:, : self.prompt_mask.shape[1]] &= self.prompt_mask.to(device)
+        slots = (starts + torch.arange(nodes, device=device))[:, None].expand_as(self.ancestors)  # [B, W, n]
+        visible = visible[:, None].repeat(1, self.ancestors.shape[1], 1).scatter(2, slots, self.ancestors)  # [B, W, C]
+        return additive(visible, self.states.dtype)
+
+
+__all__ = ["Levels", "PathDrafter"]

@@ -1,0 +1,114 @@
+"""What heads read of a target's forward: hidden states, as hooks find them.
+
+Contract: within `capture_states`, each forward of this thread leaves one tensor. Nothing is changed in the target, and
+no hook outlives the last block that needs it.
+
+Shapes: B batch, T positions, d hidden size.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..network.target_parts import find_decoder
+from .static_target import note_hidden
+from .target_memory import memory_of
+
+
+@contextmanager
+def capture_states(
+    target: PreTrainedModel, captured: list[torch.Tensor], layers: Sequence[int] = ()
+) -> Iterator[None]:
+    """Appends to `captured` what enters the decoder's final norm [B, T, d] (or, where it has none, what it returns).
+    With `layers`, the states of these side by side [B, T, len(layers) d]; they count as transformers' `hidden_states`
+    do: 0 is the embeddings, k what the k-th layer gives, and the last what comes out of the final norm.
+
+    Other threads may run the same target meanwhile: only this thread's forwards count. All share one set of hooks,
+    which goes with the last of them: one that came or went while another thread's forward is traced for
+    `torch.compile` would break the guards being written.
+    """
+    memory, wanted = memory_of(target), tuple(layers)
+    with memory.lock:
+        if wanted not in memory.hooks:
+            memory.hooks[wanted] = Hooks(target, wanted)
+        hooks = memory.hooks[wanted]
+        key = hooks.add(captured)
+    try:
+        yield
+    finally:
+        with memory.lock:
+            if hooks.remove(key):
+                del memory.hooks[wanted]
+
+
+class Hooks:
+    """Those on a target's decoder, and who listens, in which thread."""
+
+    def __init__(self, target: PreTrainedModel, wanted: tuple[int, ...]) -> None:
+        decoder, layers, norm = find_decoder(target)
+        self._listeners: dict[object, tuple[int, list[torch.Tensor]]] = {}
+        self._seen = threading.local()  # of each place what entered it last: some decoders norm the embeddings too
+        self._wanted, self._has_norm = wanted, norm is not None
+        self._depth = depth = 0 if layers is None else len(layers)
+        if wanted and (layers is None or not 0 <= min(wanted) <= max(wanted) <= depth):
+            found = "no list of layers is found in it" if layers is None else f"it has {depth} layers"
+            raise ValueError(
+                f"These heads read the states of layers {list(wanted)} of `{type(target).__name__}`, and {found}: "
+                "use them with the target that they were made for, or name the layers: `load_heads(layer_ids=...)`."
+            )
+        self._handles = [decoder.register_forward_hook(self._after_decoder)]
+        for layer in set(wanted) - {depth}:
+            assert layers is not None
+            self._handles.append(layers[layer].register_forward_pre_hook(self._noting(str(layer)), with_kwargs=True))
+        if norm is not None and not wanted:
+            self._handles.append(norm.register_forward_pre_hook(self._noting("norm"), with_kwargs=True))
+
+    def add(self, captured: list[torch.Tensor]) -> object:
+        key = object()
+        self._listeners[key] = (threading.get_ident(), captured)
+        return key
+
+    def remove(self, key: object) -> bool:
+        """Whether it was the last one, and the hooks are gone."""
+        del self._listeners[key]
+        if not self._listeners:
+            for handle in self._handles:
+                handle.remove()
+        return not self._listeners
+
+    def _noting(self, place: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+            # Whether this frame is traced; `is_compiling` would say whether any thread traces.
+            if not torch.compiler.is_dynamo_compiling():
+                self._seen.__dict__[place] = hidden
+            elif not self._wanted:
+                note_hidden(hidden)
+
+        return note
+
+    def _after_decoder(self, _: nn.Module, __: tuple, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            if not self._has_norm and not self._wanted:
+                note_hidden(output[0])
+            return
+        seen = dict(self._seen.__dict__)
+        self._seen.__dict__.clear()
+        if self._wanted:
+            parts = [
+                output[0] if layer == self._depth else seen[str(layer)] for layer in self._wanted
+            ]  # [B, T, d] each
+            found = torch.cat([part.to(output[0].device) for part in parts], dim=-1)
+        else:
+            found = seen.get("norm", output[0])
+        for thread, captured in tuple(self._listeners.values()):
+            if thread == threading.get_ident():
+                captured.append(found)
+
+
+__all__ = ["Hooks", "capture_states"]
