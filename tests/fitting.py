@@ -5,7 +5,7 @@ import hashlib
 import torch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.decoding.states import capture_states
 
 _fitted: dict[str, dict[str, torch.Tensor]] = {}  # what heads and target were -> what the heads became
 
@@ -27,7 +27,7 @@ def fit(heads: CloverHeads, target, steps: int = 60, temperature: float = 1.0, p
             max_new_tokens=12,
         )
         captured: list[torch.Tensor] = []
-        with torch.no_grad(), capture_before_final_norm(target, captured):
+        with torch.no_grad(), capture_states(target, captured):
             target(texts)
         optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
         for _ in range(steps):

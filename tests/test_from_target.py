@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from zoo import ZOO, build
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.target_run import capture_before_final_norm
+from hf_clover.decoding.states import capture_states
 from hf_clover.making.last_layer import copy_norm
 from hf_clover.network.configuration_clover import VARIANTS
 from hf_clover.network.modeling_clover import CloverRMSNorm
@@ -75,7 +75,7 @@ def test_borrowed_parts_give_the_targets_own_logits(name):
     model = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model)
     captured = []
-    with torch.no_grad(), capture_before_final_norm(model, captured):
+    with torch.no_grad(), capture_states(model, captured):
         logits = model(input_ids=random_ids(2, 9)).logits
     assert len(captured) == 1
     torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
@@ -157,7 +157,7 @@ def test_models_with_pictures_are_targets_too():
     llava = LlavaConfig(text_config=LlamaConfig(**text), vision_config=clip, image_token_id=31)
     for target in (Gemma3ForConditionalGeneration(gemma).eval(), LlavaForConditionalGeneration(llava).eval()):
         heads, captured = CloverHeads.from_target(target), []
-        with torch.no_grad(), capture_before_final_norm(target, captured):
+        with torch.no_grad(), capture_states(target, captured):
             logits = target(input_ids=random_ids(1, 5) % 30).logits
         torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
 
@@ -551,7 +551,7 @@ def test_a_target_with_lora(wraps_lm_head):
     q_proj = last_layer(wrapped).self_attn.q_proj
     assert not torch.allclose(heads.layers[0].self_attn.q_proj.weight, q_proj.base_layer.weight, atol=1e-2)
     captured = []
-    with torch.no_grad(), capture_before_final_norm(unwrap(wrapped), captured):
+    with torch.no_grad(), capture_states(unwrap(wrapped), captured):
         logits = wrapped(input_ids=random_ids(1, 6)).logits
     torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
     assert torch.allclose(heads.score(torch.eye(64)), base_logits, atol=1e-4) != wraps_lm_head

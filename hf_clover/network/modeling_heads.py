@@ -97,6 +97,10 @@ class DraftHeads(PreTrainedModel):
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
         """What goes into lm_head [..., d] -> logits [..., V], or [..., draft V] where there is a draft vocabulary."""
+        return self.target_score(x)
+
+    def target_score(self, x: torch.Tensor) -> torch.Tensor:
+        """The same by the target's lm_head, of which the heads may have one of their own."""
         borrowed = self.borrowed
         if borrowed.draft_rows is not None:
             rows, bias = borrowed.draft_rows

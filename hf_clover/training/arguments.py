@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..making.loading import check_path
+from ..making.published import load_heads
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
@@ -71,9 +71,8 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
     if model is None:
         model = CloverHeads.from_target(teacher_model, **options)
     elif isinstance(model, str):
-        check_path(model, "heads")
         with loading_whole(args):
-            model = CloverHeads.from_pretrained(model, **{"dtype": torch.float32, **options})
+            model = load_heads(model, teacher_model, **{"dtype": torch.float32, **options})
     elif not _are_heads(model):
         raise TypeError(
             f"`model` must be Clover heads, their path, or None, not a `{type(unwrap(model)).__name__}`. The target "

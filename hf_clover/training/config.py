@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 
 # Whose matrices are trained with Muon where the user does not say; the papers' are trained with AdamW.
-WITH_MUON = {"clover-x": True, "clover-2": False, "clover": False, "medusa": False}
+WITH_MUON = {"clover-x": True, "clover-2": False, "clover": False, "medusa": False, "eagle-3": True}
 
 
 @dataclass

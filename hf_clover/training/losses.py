@@ -117,8 +117,8 @@ def fed_tokens_mask(inside: torch.Tensor, num_heads: int) -> torch.Tensor:
 class LossTerms:
     """One position of one head costs `hidden_weight * SmoothL1 + token_weight * TOKEN_LOSSES[token_loss]`.
 
-    `score` gives logits of the `vocab_size` ids that may be drafted [..., D]: of the heads, and of the target, whose
-    probabilities are those among these ids.
+    `score` gives logits of the `vocab_size` ids that may be drafted [..., D]: of the heads, and, unless there is a
+    `target_score`, of the target, whose probabilities are those among these ids.
     """
 
     score: Score
@@ -126,6 +126,7 @@ class LossTerms:
     token_loss: str = "clover-2"
     hidden_weight: float = 10.0
     token_weight: float = 1.0
+    target_score: Score | None = None  # of the target, where that is not the heads'
 
 
 def head_losses(
@@ -223,7 +224,7 @@ def _chunks(rows: torch.Tensor, vocab_size: int, chunk_elements: int) -> Iterato
 
 def _target_side(states: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
     """[C, d] -> the target's probabilities of the ids [C, D], and its choice among them [C]."""
-    logits = terms.score(states)  # [C, D]
+    logits = (terms.target_score or terms.score)(states)  # [C, D]
     return logits.softmax(-1, dtype=torch.float32), logits.argmax(-1)
 
 

@@ -169,8 +169,9 @@ def _identity(dataset: Dataset, target: Target) -> dict[str, Any]:
     return {
         "samples": len(dataset),
         "input_ids_sha256": digest.hexdigest(),
-        "hidden_size": config.hidden_size,
+        "hidden_size": config.target_width,
         "target_fingerprint": config.target_fingerprint,
+        **({"feature_layers": list(target.heads.feature_layers)} if target.heads.feature_layers else {}),
     }
 
 

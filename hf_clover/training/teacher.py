@@ -8,7 +8,7 @@ losses, datasets or trainers.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ..decoding.states import capture_states
 from ..making.loading import gguf_file_of, load_target
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Teacher:
         heads: the heads to train; they are bound to it, which fails where they were made for another target.
     """
 
-    def __init__(self, model: nn.Module, heads: CloverHeads) -> None:
+    def __init__(self, model: nn.Module, heads: DraftHeads) -> None:
         self.model, self.heads = model, heads
         self.is_sharded = False
         heads.bind(model)
@@ -57,7 +57,7 @@ class Teacher:
     @property
     def state_size(self) -> int:
         """Numbers that `hidden_states` gives for a token."""
-        return self.heads.config.hidden_size
+        return (len(self.heads.feature_layers) + 1) * self.heads.config.target_width
 
     def place(self, accelerator: Accelerator) -> None:
         """Bring the target to the device, in shards where FSDP or ZeRO stage 3 is on."""
@@ -105,18 +105,26 @@ class Teacher:
 
     @torch.no_grad()
     def hidden_states(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """A batch as the collator makes it -> [B, T, d], the hidden states before the final norm."""
+        """A batch as the collator makes it -> [B, T, d], the hidden states before the final norm; beside them, and
+        first, those of the layers that the heads read, where these are others [B, T, (a + 1) d]."""
         captured: list[torch.Tensor] = []
+        of_layers: list[torch.Tensor] = []
+        layers, model = self.heads.feature_layers, unwrap(self.model)
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "hidden_states")}
         self.model.eval()
-        with capture_states(unwrap(self.model), captured):
+        with capture_states(model, captured), capture_states(model, of_layers, layers) if layers else nullcontext():
             self.model(**inputs, use_cache=False, **self._last_logit_only)
-        return captured[-1].to(inputs["input_ids"].device)
+        states = [*of_layers[-1:], captured[-1]]
+        return torch.cat([each.to(inputs["input_ids"].device) for each in states], dim=-1)
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Of what `hidden_states` gave, what the heads read."""
+        return hidden_states[..., : len(self.heads.feature_layers) * self.heads.config.target_width or None]
 
     @torch.no_grad()
     def final_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., d] before the final norm -> [..., d] after it, which is what goes into lm_head."""
-        norm = self.heads.borrowed.norm
+        """Of what `hidden_states` gave, what goes into lm_head [..., d]."""
+        norm, hidden_states = self.heads.borrowed.norm, hidden_states[..., -self.heads.config.target_width :]
         return norm(hidden_states.to(next(norm.parameters(), hidden_states).dtype))
 
     @torch.no_grad()

@@ -200,7 +200,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 batch_size=args.per_device_train_batch_size,
                 accelerator=self.accelerator,
             )
-            self.data_collator = TargetStatesCollator(self.data_collator, self.heads.config.hidden_size)
+            self.data_collator = TargetStatesCollator(self.data_collator, self.teacher.state_size)
 
     @property
     def heads(self) -> CloverHeads:
@@ -243,6 +243,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         has_hidden_term = args.loss_type == "clover-2" or args.hidden_loss_weight is not None
         return LossTerms(
             score=self.heads.score,
+            target_score=self.heads.target_score,
             vocab_size=config.draft_vocab_size or config.vocab_size,
             token_loss=cast(str, args.loss_type),
             hidden_weight=config.hidden_loss_weight if has_hidden_term else 0.0,
@@ -312,7 +313,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         mode, config = "train" if self.model.training else "eval", self.heads.config
         input_ids, labels, position_ids = inputs["input_ids"], inputs["labels"], inputs.get("position_ids")
         padding = inputs.get("attention_mask")  # [B, T + 1]
-        hidden_states = inputs.get("hidden_states")  # [B, T + 1, d]
+        hidden_states = inputs.get("hidden_states")  # [B, T + 1, d], or as `Teacher.hidden_states` gives them
         if hidden_states is None:
             hidden_states = self.teacher.hidden_states(inputs)
         final_states = self.teacher.final_states(hidden_states)  # [B, T + 1, d]
@@ -324,7 +325,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             mask &= fed_tokens_mask(inside, config.num_heads)
         with self.teacher.lending():
             outputs = model(
-                hidden_states=hidden_states[:, :-1],
+                hidden_states=self.teacher.features(hidden_states)[:, :-1],
                 input_ids=input_ids[:, 1:],
                 attention_mask=None if padding is None else padding[:, :-1],
                 position_ids=None if position_ids is None else position_ids[:, :-1],

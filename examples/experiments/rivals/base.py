@@ -1,36 +1,31 @@
-"""What all rivals share: how they are made, what they borrow of the target, and their way into `generate`.
+"""What all rivals share: how they are made, and what they borrow of the target.
 
-Contract: `RivalHeads` is `CloverHeads` with another network. `admitted()` lets `generate` draft with each rival's own
-`generator` and read the target with its own `run`; heads of the library pass through it unchanged.
+Contract: `RivalHeads` is `CloverHeads` with another network and, where that drafts in another way, another drafter.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
-from unittest import mock
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_clover import CloverConfig, CloverHeads, CloverTrainer
-from hf_clover.decoding import entry, heads_run, loop
+from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.target_run import TargetRun
-from hf_clover.training.teacher import Teacher
+from hf_clover.network.modeling_heads import DraftHeads
+
+
+class NetworkDrafter(CloverDrafter):
+    """Drafts by the rival's own `encode` and `step`. Graphs of drafts are the library's heads' own."""
+
+    can_be_static = False
 
 
 class RivalHeads(CloverHeads):
     name: ClassVar[str]
     fields: ClassVar[dict[str, Any]]  # of `CloverConfig`: what the library reads of it, sizes, and the paper's loss
-    generator: ClassVar[type[CloverDrafter]] = CloverDrafter
-    run: ClassVar[type[TargetRun]] = TargetRun
-    teacher: ClassVar[type[Teacher]] = Teacher
+    drafter: ClassVar[type[CloverDrafter]] = NetworkDrafter
     trainer: ClassVar[type[CloverTrainer]] = CloverTrainer
     _auto_class = None  # a rival is no remote code
-
-    def build(self, config: CloverConfig) -> None:
-        """Make the layers."""
-        raise NotImplementedError
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **fields: Any) -> "RivalHeads":
@@ -40,34 +35,24 @@ class RivalHeads(CloverHeads):
         ours = CloverHeads.from_target(target, **fields)
         config = ours.config
         config.initializer_range = (3 * config.hidden_size) ** -0.5  # torch's own for a linear layer
+        config.layer_ids = cls.layers_of(target)
         heads = cls(config)
         heads.load_state_dict(ours.state_dict(), strict=False)
         return heads.to(device=ours.device, dtype=ours.dtype).bind(target)
 
+    @classmethod
+    def layers_of(cls, target: PreTrainedModel) -> list[int]:
+        """Whose states they read; none for what enters the final norm."""
+        return []
 
-@contextmanager
-def admitted() -> Iterator[None]:
-    """Within, `generate` takes rivals too."""
-    speculate = entry.speculate
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.config.layer_ids)
 
-    def with_their_own(target: PreTrainedModel, heads: CloverHeads, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(heads, RivalHeads):
-            return speculate(target, heads, *args, **kwargs)
-        generation_config = args[1].config
-        if generation_config.cache_implementation is not None:
-            raise ValueError(
-                f"`cache_implementation={generation_config.cache_implementation!r}`: rivals draft with growing caches "
-                "only. Leave it at None."
-            )
-        with (
-            mock.patch.object(heads_run, "pays", return_value=False),  # graphs of drafts are the library's heads' own
-            mock.patch.object(heads_run, "CloverDrafter", heads.generator),
-            mock.patch.object(loop, "TargetRun", heads.run),
-        ):
-            return speculate(target, heads, *args, **kwargs)
-
-    with mock.patch.object(entry, "speculate", with_their_own):
-        yield
+    def new_drafter(
+        self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None
+    ) -> CloverDrafter:
+        return self.drafter(network, prompt_mask, block)
 
 
 def linear(inputs: int, outputs: int, bias: bool, start: str) -> nn.Linear:
