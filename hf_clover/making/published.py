@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from ..network.configuration_clover import CloverConfig
@@ -41,7 +42,7 @@ SKIPPED = ("t2d", "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq
 
 def load_heads(
     name: "str | Path",
-    target: PreTrainedModel | None = None,
+    target: nn.Module | None = None,
     layer_ids: Sequence[int] | None = None,
     allow_pickle: bool = False,
     dtype: torch.dtype | None = None,
@@ -52,7 +53,7 @@ def load_heads(
 
     Args:
         name (`str` or `Path`): id on the Hub, or folder.
-        target (`PreTrainedModel`, *optional*): the model they draft for. Without it, heads whose format leaves
+        target (`PreTrainedModel`, or a `PeftModel` of one, *optional*): the model they draft for. Without it, heads whose format leaves
             something for the target to say cannot be loaded, and they are bound when `generate` first takes them.
         layer_ids (`Sequence[int]`, *optional*): layers of the target that EAGLE-3 heads read, where their repository
             does not say it; counted as transformers' `hidden_states` are.
@@ -74,16 +75,16 @@ def load_heads(
     check_path(name, "heads")
     folder = _folder(str(name), allow_pickle, hub_arguments)
     config = _config_of(folder, name)
+    model = None if target is None else unwrap(target)
+    dtype = dtype or (None if model is None else model.dtype)
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.get("model_type") in OURS:
-        options = {} if target is None and dtype is None else {"dtype": dtype or target.dtype}  # type: ignore[union-attr]
         heads = AutoModel.from_pretrained(str(name), **options, **hub_arguments)
     else:
-        heads = read_eagle3(Eagle3Heads, folder, config, target, layer_ids, allow_pickle, str(name))
-        dtype = dtype or (None if target is None else target.dtype)
-        heads = heads if dtype is None else heads.to(dtype)  # type: ignore[arg-type]  # its wrapper counts `self` too
-    if target is not None:
-        heads.to(unwrap(target).device)
-        heads.bind(target)
+        heads = read_eagle3(Eagle3Heads, folder, config, model, layer_ids, allow_pickle, str(name)).to(**options)
+    if model is not None:
+        heads.to(model.device)
+        heads.bind(model)
     return heads.eval()
 
 
@@ -129,12 +130,11 @@ def read_eagle3(
     cls: type[Eagle3Heads],
     folder: Path,
     config: dict[str, Any],
-    target: PreTrainedModel | None,
+    model: PreTrainedModel | None,
     layer_ids: Sequence[int] | None,
     allow_pickle: bool,
     name: str,
 ) -> Eagle3Heads:
-    model = None if target is None else unwrap(target)
     form = format_of(config, name)
     tensors = _renamed(_tensors(folder, allow_pickle, name), config, name)
     fields = _fields(form, config, tensors, name)
@@ -244,8 +244,9 @@ def _without_copies(tensors: dict[str, torch.Tensor], model: PreTrainedModel) ->
         mine, theirs = kept.get(key), plain_weight(module)
         if key == "lm_head.weight" and "draft_ids" in kept:
             continue
-        is_alike = mine is not None and theirs is not None and mine.shape == theirs.shape
-        if is_alike and torch.equal(mine.to(theirs.dtype), theirs.detach().cpu()):
+        if mine is None or theirs is None or mine.shape != theirs.shape:
+            continue
+        if torch.equal(mine.to(theirs.dtype), theirs.detach().cpu()):
             del kept[key]
     return kept
 

@@ -203,7 +203,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             self.data_collator = TargetStatesCollator(self.data_collator, self.teacher.state_size)
 
     @property
-    def heads(self) -> CloverHeads:
+    def heads(self) -> DraftHeads:
         """The heads themselves, inside whatever PEFT or accelerate wrapped around them."""
         return self.teacher.heads
 
