@@ -28,7 +28,7 @@ from .live import TokenText
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..network.modeling_clover import CloverHeads
+    from ..network.modeling_heads import DraftHeads
 
 logger = logging.get_logger(__name__)
 
@@ -111,7 +111,7 @@ class Line:
         self,
         target: "PreTrainedModel",
         tokenizer: "PreTrainedTokenizerBase",
-        heads: "CloverHeads",
+        heads: "DraftHeads",
     ) -> None:
         self.target, self.tokenizer, self.heads = target, tokenizer, heads
         self.served = Served()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..network.modeling_clover import CloverHeads
+    from ..network.modeling_heads import DraftHeads
 
 MOST_WAITING = 64  # requests, the one that is being answered included
 SECONDS_TO_SEND = 60.0  # a request's body
@@ -39,7 +39,7 @@ REQUEST_ID = re.compile(rb"[\w.-]{1,128}")
 def serve(
     target: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    heads: "CloverHeads",
+    heads: "DraftHeads",
     name: str | None = None,
     host: str = "localhost",
     port: int = 8000,
@@ -56,7 +56,7 @@ def serve(
 def make_app(
     target: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
-    heads: "CloverHeads",
+    heads: "DraftHeads",
     name: str | None = None,
     api_key: str | None = None,
     allow_chat_templates: bool = False,

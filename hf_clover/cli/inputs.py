@@ -26,7 +26,7 @@ def load(
     import torch
 
     from ..making.loading import check_path, load_target, load_tokenizer
-    from ..network.modeling_clover import CloverHeads
+    from ..making.published import load_heads
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto" and place.type == "cpu":
@@ -38,7 +38,7 @@ def load(
     code: dict[str, Any] = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
     model = load_target(target, dtype=dtype, **code)
     model.to(place)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too
-    assistant = None if heads is None else CloverHeads.from_pretrained(heads, dtype=model.dtype).to(place)
+    assistant = None if heads is None else load_heads(heads, model)
     if pack:
         from ..network.packing import pack_for_cpu
 

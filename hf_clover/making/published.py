@@ -10,7 +10,6 @@ names, in what they state, and in how layers are counted; the network is one.
 Shapes: V vocabulary, D draft vocabulary, d hidden size.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ..network.configuration_clover import CloverConfig
 from ..network.configuration_eagle3 import Eagle3Config
@@ -53,7 +52,7 @@ def load_heads(
 
     Args:
         name (`str` or `Path`): id on the Hub, or folder.
-        target (`PreTrainedModel`, or a `PeftModel` of one, *optional*): the model they draft for. Without it, heads whose format leaves
+        target (`PreTrainedModel`, *optional*): the model they draft for. Without it, heads whose format leaves
             something for the target to say cannot be loaded, and they are bound when `generate` first takes them.
         layer_ids (`Sequence[int]`, *optional*): layers of the target that EAGLE-3 heads read, where their repository
             does not say it; counted as transformers' `hidden_states` are.
@@ -73,15 +72,15 @@ def load_heads(
     ```
     """
     check_path(name, "heads")
-    folder = _folder(str(name), allow_pickle, hub_arguments)
-    config = _config_of(folder, name)
+    config, name = _config_of(name, hub_arguments), str(name)
     model = None if target is None else unwrap(target)
     dtype = dtype or (None if model is None else model.dtype)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if config.get("model_type") in OURS:
-        heads = AutoModel.from_pretrained(str(name), **options, **hub_arguments)
+        heads = AutoModel.from_pretrained(name, **options, **hub_arguments)
     else:
-        heads = read_eagle3(Eagle3Heads, folder, config, model, layer_ids, allow_pickle, str(name)).to(**options)
+        folder = _folder(name, allow_pickle, hub_arguments)
+        heads = read_eagle3(folder, config, model, layer_ids, allow_pickle, name).to(**options)
     if model is not None:
         heads.to(model.device)
         heads.bind(model)
@@ -97,13 +96,16 @@ def _folder(name: str, allow_pickle: bool, hub_arguments: dict[str, Any]) -> Pat
     return Path(snapshot_download(name, allow_patterns=patterns, **options)) / hub_arguments.get("subfolder", "")
 
 
-def _config_of(folder: Path, name: Any) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"`{name}` has no config.json that can be read ({error}): these are no heads.") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"`{name}` has a config.json that is no table: these are no heads.")
+def is_of_others(name: Any, hub_arguments: dict[str, Any]) -> bool:
+    """Whether heads of that name are in a format that is not ours."""
+    return name is not None and _config_of(name, hub_arguments).get("model_type") not in OURS
+
+
+def _config_of(name: Any, hub_arguments: dict[str, Any]) -> dict[str, Any]:
+    options = {key: value for key, value in hub_arguments.items() if key in (*HUB_ARGUMENTS, "subfolder")}
+    config, _ = PreTrainedConfig.get_config_dict(name, **options)
+    if not config:
+        raise ValueError(f"`{name}` has no config.json: these are no heads.")
     return config
 
 
@@ -127,7 +129,6 @@ def format_of(config: dict[str, Any], name: Any) -> str:
 
 
 def read_eagle3(
-    cls: type[Eagle3Heads],
     folder: Path,
     config: dict[str, Any],
     model: PreTrainedModel | None,
@@ -154,9 +155,9 @@ def read_eagle3(
         )
     ids = tensors.pop("draft_ids", None)
     with torch.device("meta"):
-        heads = cls(Eagle3Config(**fields))
+        heads = Eagle3Heads(Eagle3Config(**fields))
     _check_tensors(heads, tensors, f"`{name}` ({form} format)")
-    heads = cls(heads.config)  # with its rotary embeddings, which no file has
+    heads = Eagle3Heads(heads.config)  # with its rotary embeddings, which no file has
     heads.load_state_dict({**tensors, **({} if ids is None else {"draft_ids": ids})}, strict=False)
     for part in ("embed_tokens", "lm_head"):  # trained elsewhere, and kept as they are in further training
         if hasattr(heads, part):
@@ -168,7 +169,9 @@ def read_eagle3(
 
 
 def _tensors(folder: Path, allow_pickle: bool, name: str) -> dict[str, torch.Tensor]:
-    safe, pickles = sorted(folder.glob("*.safetensors")), sorted(folder.glob("*.bin"))
+    whole = folder / "model.safetensors"  # and else parts
+    safe = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
     if not safe and not pickles:
         raise ValueError(f"`{name}` has no weights: neither safetensors nor, with `allow_pickle=True`, a .bin file.")
     if not safe and not allow_pickle:
@@ -356,4 +359,4 @@ def _check_fits(fields: dict[str, Any], identity: dict[str, Any], name: str) -> 
             )
 
 
-__all__ = ["load_heads", "read_eagle3"]
+__all__ = ["is_of_others", "load_heads"]

@@ -36,7 +36,7 @@ from ..decoding.private_api import cache_name
 from ..decoding.record import Speculation, speculations
 from ..decoding.target_run import takes_positions
 from ..decoding.trial import precision_of, rounding_tolerance
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from .benchmark import batch_of, circumstances
 from .methods import Method, first_difference, with_heads
 from .prompts import pad_id_of
@@ -62,7 +62,7 @@ class Difference:
 def verify(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    heads: CloverHeads,
+    heads: DraftHeads,
     prompts: Sequence[list[int]],
     *,
     prompt_set: str = "stand-in",

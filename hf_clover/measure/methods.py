@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..network.modeling_clover import CloverHeads
+from ..making.published import load_heads
+from ..network.modeling_heads import DraftHeads
 from ..network.packing import pack_for_cpu
 from ..network.variants import CHOICES
 from .figures import PACKED
@@ -28,7 +29,7 @@ class Method:
     target: PreTrainedModel | None = None  # in place of the one that is measured
 
     @property
-    def heads(self) -> CloverHeads | None:
+    def heads(self) -> DraftHeads | None:
         assistant = self.options.get("assistant_model")
         return assistant if getattr(getattr(assistant, "config", None), "model_type", None) == "clover" else None
 
@@ -52,7 +53,7 @@ def plain() -> Method:
 
 
 def with_heads(
-    heads: CloverHeads, name: str | None = None, nodes: int | None = None, tree: str | None = None
+    heads: DraftHeads, name: str | None = None, nodes: int | None = None, tree: str | None = None
 ) -> Method:
     return Method(name or heads.config.variant, {"assistant_model": heads}, nodes, tree)
 
@@ -71,7 +72,7 @@ def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
     return found
 
 
-def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHeads] | None = None) -> Method:
+def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, DraftHeads] | None = None) -> Method:
     """What to compare with: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other heads).
 
     Heads may have a size and a tree behind their name: "NAME@8:HEADS", "NAME@7-chain:HEADS", "NAME@auto-levels:HEADS".
@@ -102,7 +103,7 @@ def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, CloverHea
         assistant.to(target.device)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too
         return Method(text, {"assistant_model": assistant.eval()}, is_exact=False)
     if path and path not in loaded:
-        loaded[path] = CloverHeads.from_pretrained(path, dtype=target.dtype).to(target.device)
+        loaded[path] = load_heads(path, target)
     return with_heads(
         loaded[path or name], name if path else None, None if count == "auto" else int(count), tree or None
     )

@@ -12,6 +12,8 @@ has settled, `recycled` and `advance` for drafted tokens, `output` for what goes
 Shapes: B batch, T positions, a layers that are read, d' the target's hidden size, d the heads', H query heads.
 """
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -224,6 +226,24 @@ class Eagle3Heads(DraftHeads):
     def from_target(cls, target: nn.Module, **fields: Any) -> "Eagle3Heads":
         """New heads for `target`; `fields` are those of `Eagle3Config`."""
         return package("making.from_target").eagle3_from_target(cls, target, fields)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        target: nn.Module | None = None,
+        layer_ids: Sequence[int] | None = None,
+        allow_pickle: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """As any model's; and from the formats of others, of which `hf_clover.load_heads` says more."""
+        reading = (target, layer_ids, allow_pickle)
+        with contextlib.suppress(ImportError):  # remote code may run without the package, which reads those
+            published = package("making.published")
+            if published.is_of_others(pretrained_model_name_or_path, kwargs):
+                return published.load_heads(pretrained_model_name_or_path, *reading, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def new_drafter(
         self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None

@@ -81,7 +81,7 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
     return model.float()  # an update of 1e-3 and less is lost on a bfloat16 weight
 
 
-def follow_recipe(args: CloverTrainingConfig, heads: CloverHeads, peft_config: Any, optimizer: Any) -> Any:
+def follow_recipe(args: CloverTrainingConfig, heads: DraftHeads, peft_config: Any, optimizer: Any) -> Any:
     """Set what the user left open to what the heads' variant is trained with; returns the kind of optimizer and its
     arguments, or None where it is to be the one that transformers would make, or the user's own `optimizer`. The rate
     of Muon stays open until the number of steps is known."""

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
 from ..making.loading import check_path
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 
 logger = logging.get_logger(__name__)
 
@@ -104,7 +104,7 @@ def share_covered(counts: np.ndarray, ids: torch.Tensor) -> float:
     return float(counts[ids.numpy()].sum() / max(counts.sum(), 1))
 
 
-def set_draft_vocabulary(heads: CloverHeads, ids: torch.Tensor) -> None:
+def set_draft_vocabulary(heads: DraftHeads, ids: torch.Tensor) -> None:
     """Let `heads` score `ids` only. They are saved with the heads."""
     heads.config.draft_vocab_size = len(ids)
     heads.register_buffer("draft_ids", ids.to(heads.device))

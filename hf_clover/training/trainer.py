@@ -27,7 +27,7 @@ from trl import SFTTrainer
 from ..decoding.private_api import require
 from ..hub.push import asking_the_hub, push_folder, write_card, write_results
 from ..making.loading import gguf_file_of, load_tokenizer
-from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
 from .arguments import (
     as_sft,
@@ -122,7 +122,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
 
     def __init__(
         self,
-        model: "CloverHeads | nn.Module | str | None" = None,
+        model: "DraftHeads | nn.Module | str | None" = None,
         teacher_model: "PreTrainedModel | nn.Module | str | None" = None,
         args: CloverTrainingConfig | None = None,
         data_collator: DataCollator | None = None,
@@ -147,7 +147,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             logger.warning("`teacher_model_init_kwargs` is ignored, since `teacher_model` is already instantiated.")
         set_seed(args.seed)
         model = make_heads(model, teacher_model, args)
-        self.teacher = Teacher(teacher_model, cast(CloverHeads, unwrap(model)))
+        self.teacher = Teacher(teacher_model, cast(DraftHeads, unwrap(model)))
         if processing_class is None:
             gguf_file = gguf_file_of(unwrap(teacher_model))
             processing_class = load_tokenizer(
