@@ -86,7 +86,8 @@ class CloverHeads(PreTrainedModel):
 
     >>> inputs = tokenizer("def f(x):", return_tensors="pt")
     >>> plain = model.generate(**inputs, max_new_tokens=16)
-    >>> bool((model.generate(**inputs, assistant_model=heads, max_new_tokens=16) == plain).all())
+    >>> drafted = model.generate(**inputs, assistant_model=heads, max_new_tokens=16)
+    >>> bool((drafted == plain).all())
     True
     ```
     """
