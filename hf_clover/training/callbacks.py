@@ -240,7 +240,12 @@ class _Generation:
 
 class KeepSpecialTokens(TrainerCallback):
     """Leaves the heads' special tokens the target's, which the trainer makes the tokenizer's when it starts: the
-    target keeps its own, and a pipeline would take the two for models with different tokenizers."""
+    target keeps its own, and a pipeline would take the two for models with different tokenizers.
+
+    Args:
+        target (`PreTrainedModel`):
+            Whose special tokens they are.
+    """
 
     def __init__(self, target: PreTrainedModel) -> None:
         self.target = target
