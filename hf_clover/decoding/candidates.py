@@ -26,16 +26,29 @@ class CloverCandidateGenerator(CandidateGenerator):
     Proposes what draft heads expect, token by token, for a decoding loop that verifies a chain.
 
     Args:
-        heads (`DraftHeads`): `CloverHeads` or others, made for `target`.
-        target (`PreTrainedModel`): the model that the loop runs.
-        num_assistant_tokens (`int`, *optional*): tokens of a proposal; as many as the heads draft by default.
+        heads (`DraftHeads`):
+            [`CloverHeads`] or others, made for `target`.
+        target (`PreTrainedModel`):
+            The model that the loop runs.
+        num_assistant_tokens (`int`, *optional*):
+            Tokens of a proposal; as many as the heads draft by default.
 
     Example:
 
     ```python
-    >>> candidates = CloverCandidateGenerator(heads, target)
-    >>> proposed, _ = candidates.get_candidates(input_ids)  # before the first forward: `input_ids` as they are
-    >>> logits = target(proposed, use_cache=False).logits
+    >>> import torch
+    >>> from hf_clover import CloverCandidateGenerator, load_heads
+    >>> from transformers import AutoModelForCausalLM
+
+    >>> target = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> candidates = CloverCandidateGenerator(load_heads("org/clover-heads", target), target, num_assistant_tokens=4)
+
+    >>> text = torch.tensor([[5, 6, 7, 8]])
+    >>> logits = target(text).logits  # of the prompt
+    >>> text = torch.cat((text, logits[:, -1:].argmax(-1)), dim=1)
+    >>> proposed, _ = candidates.get_candidates(text)
+    >>> proposed.shape  # five tokens, and four to be verified
+    torch.Size([1, 9])
     ```
     """
 
@@ -56,9 +69,17 @@ class CloverCandidateGenerator(CandidateGenerator):
     def get_candidates(  # type: ignore[override]  # no logits: any loop then compares tokens
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """The text [B, L] with what is proposed behind it [B, L + k]; the text alone where nothing is known of it.
+        """What is proposed for the text so far.
 
-        `kwargs` are what transformers' loop says of the last step, which the length of `input_ids` says too.
+        Args:
+            input_ids (`torch.Tensor` of shape `[B, L]`):
+                The text, whose tokens but the last one or more the target has read.
+            kwargs:
+                What transformers' loop says of the last step; the length of `input_ids` says it, too.
+
+        Returns:
+            the text with `k` tokens more, a `torch.Tensor` of shape `[B, L + k]`, and `None`, since no logits come
+            with them; the text as it is before the target's first forward
         """
         settled = input_ids.shape[1] - 1
         if self._captured:

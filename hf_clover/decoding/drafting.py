@@ -177,7 +177,12 @@ class CloverDrafter:
         _remembered[cache] = self, columns
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Go on with some rows only.
+
+        Args:
+            rows (`Sequence[int]`):
+                Which, in their new order.
+        """
         index = torch.tensor(rows, device=self.heads.device)
         if self.cache is not None and self.cache.lengths:
             self.cache.keep_rows(rows)
@@ -194,8 +199,18 @@ class CloverDrafter:
     def extend(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
-        """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, d], the tokens after them
-        [B, m] and the positions [B, m] of the hidden states. The heads look at them when a tree is asked for."""
+        """Take in new positions. The heads look at them when a tree is asked for.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[B, m, d]`):
+                The target's states, before its final norm.
+            next_tokens (`torch.Tensor` of shape `[B, m]`):
+                The tokens after them.
+            positions (`torch.Tensor` of shape `[B, m]`):
+                Of the states.
+            counts (`Sequence[int]`):
+                How many of the m each row has; what follows them is filling.
+        """
         device = self.heads.device
         new = Settled(hidden.to(device), next_tokens.to(device), positions.to(device), list(counts))
         roots = new.at_last(new.next_tokens)  # [B]
@@ -262,7 +277,19 @@ class CloverDrafter:
 
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        """A tree of `nodes` nodes below the last emitted tokens (none if `nodes` is 0), of the config's shape."""
+        """A tree below the last emitted tokens.
+
+        Args:
+            nodes (`int`):
+                How many, 0 for none.
+            shape (`str`, *optional*):
+                `"global"`, `"levels"` or `"chain"`; the config's by default.
+            foresight (`Foresight`, *optional*):
+                The random numbers that plain `generate` is about to draw.
+
+        Returns:
+            `Tree`: of which the first node is the last emitted token
+        """
         roots = given(self.roots)
         if nodes == 0 or self.is_broken:
             return root_only(roots)

@@ -51,24 +51,34 @@ def load_heads(
     Loads draft heads from the Hub or a folder: Clover's, or EAGLE-3 in any published format.
 
     Args:
-        name (`str` or `Path`): id on the Hub, or folder.
-        target (`PreTrainedModel`, *optional*): the model they draft for. Without it, heads whose format leaves
-            something for the target to say cannot be loaded, and they are bound when `generate` first takes them.
-        layer_ids (`Sequence[int]`, *optional*): layers of the target that EAGLE-3 heads read, where their repository
-            does not say it; counted as transformers' `hidden_states` are.
-        allow_pickle (`bool`, *optional*, defaults to `False`): read a `pytorch_model.bin` where there is no
-            safetensors file; only tensors are taken from it.
-        dtype (`torch.dtype`, *optional*): of the heads; the target's by default.
-        hub_arguments: `revision`, `token`, `cache_dir` and others of `from_pretrained`.
+        name (`str` or `Path`):
+            Id on the Hub, or folder.
+        target (`PreTrainedModel`, *optional*):
+            The model they draft for. Without it, heads whose format leaves something for the target to say cannot be
+            loaded, and others are bound when `generate` first takes them.
+        layer_ids (`Sequence[int]`, *optional*):
+            Layers of the target that EAGLE-3 heads read, where their repository does not say it; counted as
+            transformers' `hidden_states` are.
+        allow_pickle (`bool`, *optional*, defaults to `False`):
+            Read a `pytorch_model.bin` where there is no safetensors file; only tensors are taken from it.
+        dtype (`torch.dtype`, *optional*):
+            Of the heads; the target's by default.
+        hub_arguments:
+            `revision`, `token`, `cache_dir` and others of `from_pretrained`.
 
     Returns:
-        `DraftHeads`: to be passed as `assistant_model` to `generate`.
+        `DraftHeads`: to be passed to `generate` as `assistant_model`
 
     Example:
 
     ```python
-    >>> heads = hf_clover.load_heads("org/EAGLE3-heads", target)
-    >>> target.generate(**inputs, assistant_model=heads)
+    >>> import hf_clover
+    >>> from transformers import AutoModelForCausalLM
+
+    >>> target = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = hf_clover.load_heads("org/clover-heads", target)
+    >>> type(heads).__name__
+    'CloverHeads'
     ```
     """
     check_path(name, "heads")

@@ -15,29 +15,110 @@ DEPTH = 8  # levels of a draft: the last layer's own output may be fed back once
 
 class Eagle3Config(HeadsConfig):
     r"""
-    Configuration of `Eagle3Heads`.
+    What EAGLE-3 heads are built from.
 
     Args:
-        layer_ids (`list[int]`): the target's layers whose states are read, counted as transformers' `hidden_states`
-            are: 0 is the embeddings, k what the k-th layer gives.
-        vocab_size (`int`): that of the target.
-        hidden_size (`int`): width of the heads.
-        target_hidden_size (`int`, *optional*): width of the target; that of the heads by default.
-        num_heads (`int`, defaults to 7): steps that training unrolls, and `forward` gives.
-        num_hidden_layers (`int`, defaults to 1): layers; the first takes token and feature side by side.
-        norm_before_residual (`bool`): the first layer adds its attention to the normed feature, not to the feature.
-        norm_before_fc (`bool`): a norm over all the target's states comes before they are fused.
-        fc_norm (`bool`): a norm over each layer's states comes before they are fused.
-        norm_output (`bool`): drafts go on from the state after the last norm, not before it.
-        own_lm_head, own_embedding (`bool`): the heads have these themselves and do not borrow the target's.
-        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, attention_bias,
-        attention_output_bias, mlp_bias, qk_norm, use_rope, rope_parameters, max_position_embeddings, rms_norm_eps,
-        initializer_range: shape of the layers.
-        loss_type, hidden_loss_weight, token_loss_weight, loss_decay: the loss, for the trainer.
-        draft_vocab_size, draft_tree, draft_depth, draft_beam_width, draft_top_k, draft_copies, draft_top_p,
-        draft_min_p: how drafts are made, as in `CloverConfig`.
-        bos_token_id, eos_token_id, pad_token_id: those of the target.
-        target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
+        layer_ids (`list[int]`, *optional*, defaults to `[2, 16, 29]`):
+            The target's layers whose states are read, counted as transformers' `hidden_states` are: 0 is the
+            embeddings, k what the k-th layer gives.
+        vocab_size (`int`, *optional*, defaults to 32000):
+            Of the target.
+        hidden_size (`int`, *optional*, defaults to 4096):
+            Of the heads.
+        target_hidden_size (`int`, *optional*):
+            Of the target; as wide as the heads by default.
+        num_heads (`int`, *optional*, defaults to 7):
+            Steps that training unrolls, and that `forward` gives.
+        num_hidden_layers (`int`, *optional*, defaults to 1):
+            Layers; the first reads token and feature side by side.
+        norm_before_residual (`bool`, *optional*, defaults to `False`):
+            The first layer adds its attention to the normed feature, and not to the feature.
+        norm_before_fc (`bool`, *optional*, defaults to `False`):
+            A norm over all the target's states comes before they are fused.
+        fc_norm (`bool`, *optional*, defaults to `False`):
+            A norm over the states of each layer comes before they are fused.
+        norm_output (`bool`, *optional*, defaults to `False`):
+            Drafts go on from the state behind the last norm, and not before it.
+        own_lm_head (`bool`, *optional*, defaults to `False`):
+            The heads have an lm_head of their own and do not borrow the target's.
+        own_embedding (`bool`, *optional*, defaults to `False`):
+            Likewise for the embedding of tokens.
+        num_attention_heads (`int`, *optional*, defaults to 32):
+            Of the layers.
+        num_key_value_heads (`int`, *optional*):
+            Of the layers; as many as attention heads by default.
+        head_dim (`int`, *optional*):
+            Of attention; `hidden_size / num_attention_heads` by default.
+        intermediate_size (`int`, *optional*, defaults to 11008):
+            Of the MLP.
+        hidden_act (`str`, *optional*, defaults to `"silu"`):
+            Activation of the MLP, as transformers names it.
+        attention_bias (`bool`, *optional*, defaults to `False`):
+            Whether queries, keys and values of the layers have biases.
+        attention_output_bias (`bool`, *optional*, defaults to `False`):
+            Whether the output of attention has one.
+        mlp_bias (`bool`, *optional*, defaults to `False`):
+            Whether the MLP has biases.
+        qk_norm (`bool`, *optional*, defaults to `False`):
+            Whether queries and keys are normed.
+        rope_parameters (`dict`, *optional*):
+            Rotary embedding of the layers; plain, with base 10000, by default.
+        use_rope (`bool`, *optional*, defaults to `True`):
+            Off, the layers know no positions, as some targets' layers.
+        max_position_embeddings (`int`, *optional*, defaults to 2048):
+            As in the target, for kinds of rotary embeddings that need it.
+        rms_norm_eps (`float`, *optional*, defaults to 1e-5):
+            Of every norm.
+        initializer_range (`float`, *optional*, defaults to 0.02):
+            Spread of fresh weights that nothing else starts.
+        loss_type (`str`, *optional*, defaults to `"clover"`):
+            The loss that the trainer takes: `"kl"`, `"clover-2"`, `"clover"` or `"acceptance"`.
+        hidden_loss_weight (`float`, *optional*):
+            Weight of the loss's term of hidden states.
+        token_loss_weight (`float`, *optional*, defaults to 1.0):
+            Weight of its term of tokens.
+        loss_decay (`float`, *optional*, defaults to 0.8):
+            Step i counts `loss_decay ** i` in the loss.
+        draft_vocab_size (`int`, *optional*):
+            How many ids the heads score, all by default; the ids are a buffer of the heads.
+        draft_tree (`str`, *optional*, defaults to `"global"`):
+            How a tree is grown: `"global"` (best nodes of a beam), `"levels"` (Clover's rule) or `"chain"`. The number
+            of nodes is `heads.generation_config.num_assistant_tokens`.
+        draft_depth (`int`, *optional*, defaults to 8):
+            Levels of a tree, at least `num_heads` by default.
+        draft_beam_width (`int`, *optional*, defaults to 10):
+            Nodes of a level that the next one grows from, in a `"global"` tree.
+        draft_top_k (`int`, *optional*, defaults to 10):
+            Tokens that are looked at below a node, in a `"global"` tree.
+        draft_copies (`int`, *optional*, defaults to 0):
+            Where the last two tokens stood in the text before, so many of those that followed them are drafted beside
+            what the heads draft; 0 for none, and none beside a `"chain"`.
+        draft_top_p (`float`, *optional*, defaults to 0.8):
+            Share of the probability that a level keeps, in a tree of `"levels"`.
+        draft_min_p (`float`, *optional*, defaults to 0.25):
+            Of the level's best probability, what a token needs to be kept there.
+        bos_token_id (`int`, *optional*):
+            Of the target, by which transformers' pipelines tell that the two share a tokenizer. Heads do not read it.
+        eos_token_id (`int` or `list[int]`, *optional*):
+            Likewise.
+        pad_token_id (`int`, *optional*):
+            Likewise.
+        target_name_or_path (`str`, *optional*):
+            The target that these heads were made for.
+        target_revision (`str`, *optional*):
+            Its commit on the Hub.
+        target_fingerprint (`str`, *optional*):
+            Of its lm_head, by which another target is refused.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import Eagle3Config
+
+    >>> config = Eagle3Config(hidden_size=512, num_attention_heads=8, layer_ids=[2, 14, 25])
+    >>> config.head_dim, config.draft_depth
+    (64, 8)
+    ```
     """
 
     model_type: ClassVar[str] = "clover_eagle3"

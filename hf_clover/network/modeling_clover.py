@@ -44,7 +44,36 @@ INIT_NOISE = 0.01  # of the matrices that the papers start near the identity or 
 
 
 class CloverHeads(DraftHeads):
-    """Speculative heads for one target. Made by `from_target`, `from_pretrained` or `from_reference_checkpoint`."""
+    """
+    Draft heads for one target, made by `from_target`, `from_pretrained` (or `AutoModel`) or
+    `from_reference_checkpoint`.
+
+    Given to the target's `generate` as `assistant_model`, they draft what it verifies. The target's lm_head, embedding
+    and final norm are borrowed, and a checkpoint holds the heads' own weights only. Two attributes say how they draft:
+    `generation_config.num_assistant_tokens`, the nodes of a tree (the machine chooses by default), and `text_memory`,
+    a `TextMemory` to copy from.
+
+    Args:
+        config ([`CloverConfig`]):
+            What they are built from.
+
+    Example:
+
+    ```python
+    >>> import hf_clover
+    >>> from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("org/target")
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = AutoModel.from_pretrained("org/clover-heads")
+
+    >>> inputs = tokenizer("def f(x):", return_tensors="pt")
+    >>> plain = model.generate(**inputs, max_new_tokens=16)
+    >>> drafted = model.generate(**inputs, assistant_model=heads, max_new_tokens=16)
+    >>> bool((drafted == plain).all())
+    True
+    ```
+    """
 
     config: CloverConfig
     config_class = CloverConfig
@@ -87,7 +116,15 @@ class CloverHeads(DraftHeads):
         return self.config.decoder_position == "before"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., d]: rows of the target's lm_head or input embedding, as the config says."""
+        """Rows of the target's lm_head or input embedding, as the config says.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `[...]`):
+                Tokens.
+
+        Returns:
+            `torch.Tensor` of shape `[..., d]`
+        """
         rows = super().embed(input_ids)
         if self.config.normalize_embeddings:
             rows = F.normalize(rows, dim=-1)
@@ -101,10 +138,22 @@ class CloverHeads(DraftHeads):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that head 0 starts from.
+        """The states that head 0 starts from, once per token of the target.
 
-        `attention_mask` is 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it. Positions
-        go on from the cache's length unless they are given. A cache has `config.num_cache_layers` layers.
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, d]`):
+                The target's, before its final norm.
+            input_ids (`torch.Tensor` of shape `[B, T]`):
+                The tokens after them.
+            attention_mask (`torch.Tensor`, *optional*):
+                2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it.
+            position_ids (`torch.Tensor` of shape `[1 or B, T]`, *optional*):
+                Positions go on from the cache's length unless they are given.
+            past_key_values (`Cache`, *optional*):
+                Of `config.num_cache_layers` layers.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, d]`
         """
         return self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)[0]
 
@@ -138,8 +187,17 @@ class CloverHeads(DraftHeads):
         return x, to_recall
 
     def recall(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """What `step` is told where the text goes on from `places` [B, T] of it as the draft may: the values of the
-        block's last attention [B, kv_heads, C, head_dim] at these places -> [B, T, 2 w]."""
+        """What `step` is told where the text may go on as it did before.
+
+        Args:
+            values (`torch.Tensor` of shape `[B, kv_heads, C, head_dim]`):
+                Of the block's last attention.
+            places (`torch.Tensor` of shape `[B, T]`):
+                Of the text, from which it may go on.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, 2 w]`
+        """
         return self.recalled(values_at(values, places))
 
     def _target_norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,10 +209,22 @@ class CloverHeads(DraftHeads):
     def step(
         self, level: int, state: torch.Tensor, input_ids: torch.Tensor, recalled: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).
+        """One head, once per level of a draft.
 
-        Level 0 takes the state that `encode` gave and the target's own token. Without the Regressive Connection
-        every level takes those two. Heads that recall take what `recall` gave [..., 2 w].
+        Args:
+            level (`int`):
+                Which head, from 0.
+            state (`torch.Tensor` of shape `[..., d]`):
+                What `encode` gave at level 0, and without the Regressive Connection at every level; else what the
+                level before gave.
+            input_ids (`torch.Tensor` of shape `[...]`):
+                The token before its guess: the target's own at level 0, and without the Regressive Connection at every
+                level.
+            recalled (`torch.Tensor` of shape `[..., 2 w]`, *optional*):
+                What `recall` gave, for heads that recall.
+
+        Returns:
+            `tuple` of two `torch.Tensor`: what goes into lm_head and the next state, both of shape `[..., d]`
         """
         embedding = None
         if not (level == 0 and self._head_0_has_no_decoder):
@@ -184,6 +254,26 @@ class CloverHeads(DraftHeads):
         past_key_values: Cache | None = None,
         return_dict: bool = True,
     ) -> CloverOutput | tuple[torch.Tensor, ...]:
+        """All heads over a text that is known already, as in training.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, d]`):
+                The target's, before its final norm.
+            input_ids (`torch.Tensor` of shape `[B, T]`):
+                The tokens after them.
+            attention_mask (`torch.Tensor`, *optional*):
+                As for `encode`.
+            position_ids (`torch.Tensor`, *optional*):
+                As for `encode`.
+            past_key_values (`Cache`, *optional*):
+                As for `encode`.
+            return_dict (`bool`, *optional*, defaults to `True`):
+                Off, a tuple in place of the dictionary.
+
+        Returns:
+            `CloverOutput`: `head_outputs` of shape `[K, B, T, d]`, of which head i has the first T - i places, and
+            `state`
+        """
         if hidden_states.shape[:2] != input_ids.shape:
             raise ValueError(
                 f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
@@ -233,14 +323,49 @@ class CloverHeads(DraftHeads):
 
     @classmethod
     def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
-        """New heads for `target`; `fields` are those of `CloverConfig`."""
+        """New heads, on the target's device and in its dtype.
+
+        Args:
+            target (`PreTrainedModel`):
+                A decoder-only model, whole.
+            variant (`str`, *optional*, defaults to `"clover-x"`):
+                As in `CloverConfig`.
+            fields:
+                Any other field of `CloverConfig`.
+
+        Returns:
+            `CloverHeads`: heads that change no token and guess few of them, until they are trained
+
+        Example:
+
+        ```python
+        >>> from hf_clover import CloverHeads
+        >>> from transformers import AutoModelForCausalLM
+
+        >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+        >>> CloverHeads.from_target(model, num_heads=3).config.num_heads
+        3
+        ```
+        """
         return package("making.from_target").heads_from_target(cls, target, variant, fields)
 
     @classmethod
     def from_reference_checkpoint(
         cls, folder: str | os.PathLike, target: PreTrainedModel, allow_pickle: bool = False
     ) -> "CloverHeads":
-        """Heads trained with the papers' public reference, computing what the reference computes."""
+        """Heads trained with the papers' public reference, computing what the reference computes.
+
+        Args:
+            folder (`str` or `os.PathLike`):
+                The checkpoint's.
+            target (`PreTrainedModel`):
+                The one that they were trained for.
+            allow_pickle (`bool`, *optional*, defaults to `False`):
+                Read torch files where there is no safetensors file, of which weights alone are read.
+
+        Returns:
+            `CloverHeads`: bound to the target
+        """
         return package("making.reference").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
 
 

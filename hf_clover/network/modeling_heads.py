@@ -96,7 +96,15 @@ class DraftHeads(PreTrainedModel):
         return self.rotary_emb(x, position_ids), attention_mask
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        """What goes into lm_head [..., d] -> logits [..., V], or [..., draft V] where there is a draft vocabulary."""
+        """The lm_head: borrowed, or their own.
+
+        Args:
+            x (`torch.Tensor` of shape `[..., d]`):
+                What a head gave.
+
+        Returns:
+            `torch.Tensor` of shape `[..., V]`, or `[..., draft V]` where there is a draft vocabulary
+        """
         return self.target_score(x)
 
     def target_score(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +132,15 @@ class DraftHeads(PreTrainedModel):
         """None of their own: the target's are borrowed. FSDP asks."""
 
     def bind(self, target: nn.Module) -> Self:
-        """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
+        """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself.
+
+        Args:
+            target (`PreTrainedModel`):
+                The one that these heads were made for; another is refused.
+
+        Returns:
+            `DraftHeads`: these heads
+        """
         target = unwrap(target)
         lm_head = target.get_output_embeddings()
         kept = self._borrowed
@@ -162,7 +178,21 @@ class DraftHeads(PreTrainedModel):
     def generate_with(
         self, model: PreTrainedModel, input_ids: torch.Tensor, num_assistant_tokens: int | None = None, **kwargs: Any
     ) -> Any:
-        """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook."""
+        """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook.
+
+        Args:
+            model (`PreTrainedModel`):
+                The target; `generate` gives it, and all that follows.
+            input_ids (`torch.Tensor` of shape `[B, T]`):
+                The prompt.
+            num_assistant_tokens (`int`, *optional*):
+                Nodes of each tree; the machine chooses by default.
+            kwargs:
+                What transformers gives to a custom loop.
+
+        Returns:
+            what `generate` returns
+        """
         generate_with = package("decoding.entry").generate_with
         return generate_with(self, model, input_ids, num_assistant_tokens=num_assistant_tokens, **kwargs)
 
@@ -174,7 +204,8 @@ class DraftHeads(PreTrainedModel):
         )
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """transformers' own, and all that a push would bring but the card: the folder can be uploaded as it is."""
+        """As `PreTrainedModel.save_pretrained`, and with all that a push would bring but the card: the folder can be
+        uploaded as it is."""
         os.makedirs(save_directory, exist_ok=True)
         self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -208,7 +239,8 @@ class DraftHeads(PreTrainedModel):
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> Any:
-        """transformers' own, after a look at the files; `expected_keys` are given where it loads an adapter's."""
+        """As `PreTrainedModel.from_pretrained`. Safetensors alone is read unless `use_safetensors=False`, and a
+        checkpoint that does not fit its configuration is refused before memory is taken for it."""
         is_trusted = not load_config.use_safetensors or load_config.ignore_mismatched_sizes
         if checkpoint_files and expected_keys is None and not is_trusted and not load_config.is_quantized:
             check_checkpoint(model, checkpoint_files, load_config.pretrained_model_name_or_path)
