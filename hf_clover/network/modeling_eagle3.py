@@ -97,7 +97,28 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Heads(DraftHeads):
-    """EAGLE-3 heads for one target. Made by `hf_clover.load_heads`, `from_pretrained` or `from_target`."""
+    """
+    EAGLE-3 heads for one target, made by `hf_clover.load_heads`, `from_pretrained` or `from_target`.
+
+    They are used as [`CloverHeads`] are: given to `generate` as `assistant_model`, trained by [`CloverTrainer`], saved
+    and pushed. An embedding and an lm_head of their own stay as they are in further training.
+
+    Args:
+        config ([`Eagle3Config`]):
+            What they are built from.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import Eagle3Heads
+    >>> from transformers import AutoModelForCausalLM
+
+    >>> target = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = Eagle3Heads.from_target(target, num_heads=4)  # new ones, to be trained
+    >>> len(heads.feature_layers)
+    3
+    ```
+    """
 
     config: Eagle3Config
     config_class = Eagle3Config
@@ -224,7 +245,17 @@ class Eagle3Heads(DraftHeads):
 
     @classmethod
     def from_target(cls, target: nn.Module, **fields: Any) -> "Eagle3Heads":
-        """New heads for `target`; `fields` are those of `Eagle3Config`."""
+        """New heads, on the target's device and in its dtype, which read a low, a middle and a high layer.
+
+        Args:
+            target (`PreTrainedModel`):
+                A decoder-only model, whole.
+            fields:
+                Any field of `Eagle3Config`.
+
+        Returns:
+            `Eagle3Heads`: heads that change no token and guess few of them, until they are trained
+        """
         return package("making.from_target").eagle3_from_target(cls, target, fields)
 
     @classmethod
@@ -237,7 +268,8 @@ class Eagle3Heads(DraftHeads):
         allow_pickle: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As any model's; and from the formats of others, of which `hf_clover.load_heads` says more."""
+        """As `PreTrainedModel.from_pretrained`, and from the formats of others as `hf_clover.load_heads`, with its
+        arguments `target`, `layer_ids` and `allow_pickle`."""
         reading = (target, layer_ids, allow_pickle)
         with contextlib.suppress(ImportError):  # remote code may run without the package, which reads those
             published = package("making.published")

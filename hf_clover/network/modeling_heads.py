@@ -162,7 +162,7 @@ class DraftHeads(PreTrainedModel):
     @property
     def feature_layers(self) -> tuple[int, ...]:
         """The target's layers whose states these heads read, side by side; they count as transformers'
-        `hidden_states` do. None: what enters the target's final norm."""
+        `hidden_states` do. Empty: what enters the target's final norm."""
         return ()
 
     def new_drafter(
@@ -214,6 +214,8 @@ class DraftHeads(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`. Safetensors alone is read unless `use_safetensors=False`, and a
+        checkpoint that does not fit its configuration is refused before memory is taken for it."""
         hub_options = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
         hub_kwargs = {name: kwargs[name] for name in hub_options if kwargs.get(name) is not None}
         if kwargs.get("use_safetensors") is None:
@@ -239,15 +241,32 @@ class DraftHeads(PreTrainedModel):
         load_config: Any,
         expected_keys: list[str] | None = None,
     ) -> Any:
-        """As `PreTrainedModel.from_pretrained`. Safetensors alone is read unless `use_safetensors=False`, and a
-        checkpoint that does not fit its configuration is refused before memory is taken for it."""
+        """transformers' own, after a look at the files; `expected_keys` are given where it loads an adapter's."""
         is_trusted = not load_config.use_safetensors or load_config.ignore_mismatched_sizes
         if checkpoint_files and expected_keys is None and not is_trusted and not load_config.is_quantized:
             check_checkpoint(model, checkpoint_files, load_config.pretrained_model_name_or_path)
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Publish these heads with their model card in one commit; the arguments are those of `push_heads`."""
+        """Publish these heads with their model card in one commit.
+
+        Args:
+            repo_id (`str`):
+                The repository, which is made where it does not exist.
+            kwargs:
+                `private`, `token`, `revision`, `create_pr`, `commit_message` and `commit_description` as for
+                `huggingface_hub.HfApi.create_commit`; `results` and `plots`, measured figures and pictures for the
+                card; and what else the card's metadata is to have, such as `license`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`
+
+        Example:
+
+        ```python
+        >>> heads.push_to_hub("org/clover-heads", license="apache-2.0")  # doctest: +SKIP
+        ```
+        """
         return package("hub.push").push_heads(self, repo_id, **kwargs)
 
 
