@@ -4,30 +4,32 @@ import hashlib
 
 import torch
 
-from hf_clover import CloverHeads
 from hf_clover.decoding.states import capture_states
+from hf_clover.network.modeling_heads import DraftHeads
 
 _fitted: dict[str, dict[str, torch.Tensor]] = {}  # what heads and target were -> what the heads became
 
 
-def fit(heads: CloverHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None) -> CloverHeads:
-    """Cross-entropy of every head on texts that the target writes itself; the same fit is made once a process."""
-    known = _digest(heads, target, steps, temperature, prompt)
+def fit(heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None, texts=None) -> DraftHeads:
+    """Cross-entropy of every head on `texts` [N, T], or on such as the target writes after `prompt`; the same fit is
+    made once a process."""
+    known = _digest(heads, target, steps, temperature, prompt, texts)
     if known in _fitted:
         heads.load_state_dict(_fitted[known])
         return heads
     prompt = torch.tensor([[1, 4, 2, 5, 3]]) if prompt is None else prompt
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        texts = target.generate(
-            prompt.repeat(64, 1),
-            attention_mask=torch.ones(64, prompt.shape[1], dtype=torch.long),
-            do_sample=True,
-            temperature=temperature,
-            max_new_tokens=12,
-        )
+        if texts is None:
+            texts = target.generate(
+                prompt.repeat(64, 1),
+                attention_mask=torch.ones(64, prompt.shape[1], dtype=torch.long),
+                do_sample=True,
+                temperature=temperature,
+                max_new_tokens=12,
+            )
         captured: list[torch.Tensor] = []
-        with torch.no_grad(), capture_states(target, captured):
+        with torch.no_grad(), capture_states(target, captured, heads.feature_layers):
             target(texts)
         optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-3)
         for _ in range(steps):
@@ -43,7 +45,7 @@ def fit(heads: CloverHeads, target, steps: int = 60, temperature: float = 1.0, p
     return heads
 
 
-def _digest(heads: CloverHeads, target, *settings) -> str:
+def _digest(heads: DraftHeads, target, *settings) -> str:
     found = hashlib.sha256(repr((type(heads), heads.config.to_dict(), target.config.to_dict(), settings)).encode())
     for module in (heads, target):
         for value in module.state_dict().values():
