@@ -10,22 +10,24 @@ from hf_clover.network.modeling_heads import DraftHeads
 _fitted: dict[str, dict[str, torch.Tensor]] = {}  # what heads and target were -> what the heads became
 
 
-def fit(heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None) -> DraftHeads:
-    """Cross-entropy of every head on texts that the target writes itself; the same fit is made once a process."""
-    known = _digest(heads, target, steps, temperature, prompt)
+def fit(heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None, texts=None) -> DraftHeads:
+    """Cross-entropy of every head on `texts` [N, T], or on such as the target writes after `prompt`; the same fit is
+    made once a process."""
+    known = _digest(heads, target, steps, temperature, prompt, texts)
     if known in _fitted:
         heads.load_state_dict(_fitted[known])
         return heads
     prompt = torch.tensor([[1, 4, 2, 5, 3]]) if prompt is None else prompt
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        texts = target.generate(
-            prompt.repeat(64, 1),
-            attention_mask=torch.ones(64, prompt.shape[1], dtype=torch.long),
-            do_sample=True,
-            temperature=temperature,
-            max_new_tokens=12,
-        )
+        if texts is None:
+            texts = target.generate(
+                prompt.repeat(64, 1),
+                attention_mask=torch.ones(64, prompt.shape[1], dtype=torch.long),
+                do_sample=True,
+                temperature=temperature,
+                max_new_tokens=12,
+            )
         captured: list[torch.Tensor] = []
         with torch.no_grad(), capture_states(target, captured, heads.feature_layers):
             target(texts)

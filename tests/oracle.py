@@ -84,8 +84,8 @@ class PlantingDrafter(CloverDrafter):
 def planted(heads: DraftHeads, truth: torch.Tensor, start: int, seed: int = 0) -> Iterator[None]:
     """`truth` [B, L] begins with the `start` columns of the prompt."""
     fields = {"truth": truth, "rng": random.Random(seed), "start": start}
-    generator = type("Planted", (PlantingDrafter,), fields)
-    with drafting_by(heads, generator):
+    drafter = type("Planted", (PlantingDrafter,), fields)
+    with drafting_by(heads, drafter):
         yield
 
 

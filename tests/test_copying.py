@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import drafting_by
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
@@ -208,17 +209,20 @@ def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, 
     """The heads draft nothing, also rows without a copy beside those with one; the tokens stay plain generate's."""
     monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
     asked = []
-    draft = CloverDrafter.draft
-    monkeypatch.setattr(
-        CloverDrafter, "draft", lambda self, nodes, *rest: asked.append(nodes) or draft(self, nodes, *rest)
-    )
+
+    class Watched(CloverDrafter):
+        def draft(self, nodes, *rest):
+            asked.append(nodes)
+            return super().draft(nodes, *rest)
+
     heads = CloverHeads.from_target(model, variant=variant, draft_copies=6)
     inputs = ragged_batch(VOCABULARY, lengths)
     options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
     torch.manual_seed(0)
     plain = model.generate(**inputs, **options).sequences
     torch.manual_seed(0)
-    out = model.generate(**inputs, **options, assistant_model=heads)
+    with drafting_by(heads, Watched):
+        out = model.generate(**inputs, **options, assistant_model=heads)
     assert torch.equal(out.sequences, plain)
     assert asked
     assert not any(asked)

@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from fitting import fit
+from oracle import drafting_by
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, pack_for_cpu, unpack
 from hf_clover.decoding import drafting_copy as module
-from hf_clover.decoding import heads_run
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.drafting_copy import drafting_copy
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.record import speculations
@@ -61,7 +62,7 @@ def heads_of(target, variant="clover-x", **fields):
 
 @pytest.mark.parametrize("draft_vocab_size", [pytest.param(None, marks=LONG), 40])
 @pytest.mark.parametrize("variant", ["clover-x", *(pytest.param(other, marks=LONG) for other in OTHERS)])
-def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, weights, monkeypatch):
+def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, weights):
     """As many drafts are accepted, within a few, and the tokens are plain generate's."""
     batch = ragged_batch(VOCABULARY)
     options = {**batch, "max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
@@ -73,11 +74,13 @@ def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, weigh
         heads = fewer
     before = {name: weight.clone() for name, weight in heads.state_dict().items()}
     drafted_by, accepted = [], []
-    for make in (drafting_copy, lambda heads, target: heads):
-        monkeypatch.setattr(
-            heads_run, "drafting_copy", lambda *args, make=make: drafted_by.append(make(*args)) or drafted_by[-1]
-        )
-        with speculations() as records:
+    for is_copied in (True, False):
+
+        def new_drafter(network, *how, is_copied=is_copied):
+            drafted_by.append(network if is_copied else heads)
+            return CloverDrafter(drafted_by[-1], *how)
+
+        with drafting_by(heads, new_drafter), speculations() as records:
             actual = target.generate(**options, assistant_model=heads, num_assistant_tokens=8)
         assert torch.equal(actual, expected)
         accepted.append(records[0].accepted_tokens)

@@ -254,7 +254,7 @@ def test_what_was_not_walked_is_marked_as_far_as_the_row_got():
     assert drafted[0].softmax(-1).max() > 0.999
 
 
-class UnsureGenerator(PlantingDrafter):
+class UnsureDrafter(PlantingDrafter):
     """Of every drafted token, the right one in two of three cases."""
 
     def draft(self, nodes, shape=None, foresight=None):
@@ -281,9 +281,9 @@ def test_rows_that_wait_draft_what_they_know(name, sampled):
     forwards = []
     for forget in (nullcontext(), mock.patch.object(Unwalked, "mark")):
         fields = {"truth": truth, "rng": random.Random(0), "start": 7}
-        generator = type("Unsure", (UnsureGenerator,), fields)
+        drafter = type("Unsure", (UnsureDrafter,), fields)
         torch.manual_seed(1)
-        with forget, drafting_by(heads, generator):
+        with forget, drafting_by(heads, drafter):
             out = target.generate(**common, **speculative)
         assert torch.equal(out.sequences, truth)
         forwards.append(out.speculation.target_forwards)

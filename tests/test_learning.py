@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import drafting_by
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny import make_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -323,13 +324,13 @@ class Knowing:
 TEXT = torch.arange(2 * 23).view(2, 23) % 40
 
 
-def test_chain_by_depth_by_hand(drafters, monkeypatch):
+def test_chain_by_depth_by_hand(drafters):
     target = make_target()
     heads = CloverHeads.from_target(target, variant="medusa")
-    monkeypatch.setattr(drafters, "CloverDrafter", Knowing)
-    # Twelve places, 6 to 17, of which three each have 0, 1, 2 and 3 right drafts.
-    assert drafters.chain_by_depth(heads, target, TEXT, 6, 5) == pytest.approx([0.75, 0.5, 0.25, 0, 0])
-    assert drafters.chain_by_depth(heads, target, TEXT, 6, 5, every=2) == pytest.approx([0.5, 0.5, 0, 0, 0])
+    with drafting_by(heads, Knowing):
+        # Twelve places, 6 to 17, of which three each have 0, 1, 2 and 3 right drafts.
+        assert drafters.chain_by_depth(heads, target, TEXT, 6, 5) == pytest.approx([0.75, 0.5, 0.25, 0, 0])
+        assert drafters.chain_by_depth(heads, target, TEXT, 6, 5, every=2) == pytest.approx([0.5, 0.5, 0, 0, 0])
 
 
 def test_greedy_texts_and_their_forwards(drafters):

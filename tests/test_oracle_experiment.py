@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -82,10 +83,10 @@ def test_as_many_forwards_as_the_places_say(experiment):
     options = dict(max_new_tokens=30, do_sample=False)
     text = target.generate(prompt, **options)[0].tolist()
     oracle = experiment.Oracle(text, 512, acceptance=0.6, seed=3)
-    with experiment.drafting_by(oracle):
-        out = target.generate(
-            prompt, **options, assistant_model=heads, num_assistant_tokens=1, return_dict_in_generate=True
-        )
+    heads.new_drafter = partial(experiment.OracleDrafter, oracle)
+    out = target.generate(
+        prompt, **options, assistant_model=heads, num_assistant_tokens=1, return_dict_in_generate=True
+    )
     assert out.sequences[0].tolist() == text
     index, forwards = 6, 1  # the prompt's forward gave the token there
     while index < len(text) - 1:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
-from hf_clover.decoding import drafting_copy, heads_run
+from hf_clover.decoding import drafting_copy
 from hf_clover.decoding.record import speculations
 from hf_clover.measure.benchmark import benchmark, plain
 from hf_clover.measure.figures import figure_of
@@ -317,8 +317,10 @@ def test_commands_pack_the_target_and_packed_heads_draft(words, command, monkeyp
     counts, drafting = [], []
     monkeypatch.setattr(packing, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
     monkeypatch.setattr(drafting_copy, "LEAST_WEIGHTS", 0)
-    made = heads_run.drafting_copy
-    monkeypatch.setattr(heads_run, "drafting_copy", lambda *args: drafting.append(made(*args)) or drafting[-1])
+    new_drafter = CloverHeads.new_drafter
+    monkeypatch.setattr(
+        CloverHeads, "new_drafter", lambda self, made, *how: drafting.append(made) or new_drafter(self, made, *how)
+    )
     few = {"generate": ["abc"], "verify": ["--prompts", str(prompts), "--num-prompts", "2", "--batch-size", "1"]}
     said = CliRunner().invoke(cli.app, [command, *models, *few[command], "--max-new-tokens", "8"])
     assert said.exit_code == 0, said.output

@@ -22,16 +22,16 @@ from common import training_config
 from continuations import Data
 from datasets import Dataset
 from rivals import RIVALS, RivalHeads
-from rivals.eagle3 import FeatureTeacher
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover import CloverHeads, CloverTrainer, Eagle3Heads
+from hf_clover.decoding import interfaces
 from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.measure.benchmark import batch_of
 from hf_clover.measure.prompts import load_questions
+from hf_clover.network.modeling_heads import DraftHeads
 from hf_clover.training.optimizers import MUON_RATE, muon_rate
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
 from hf_clover.training.teacher import Teacher
@@ -48,8 +48,8 @@ class Drafter:
     """Each has the loss of its paper, in the heads' config."""
 
     name: str
-    kind: type[CloverHeads]
-    make: Callable[[PreTrainedModel], CloverHeads]
+    kind: type[DraftHeads]
+    make: Callable[[PreTrainedModel], DraftHeads]
     recipe: dict[str, dict[str, Any]] | None = None  # the only one to train it by, by its name
 
     def optimizers(self, rates: Sequence[float], muon_rates: Sequence[float]) -> dict[str, dict[str, Any]]:
@@ -61,7 +61,7 @@ class Drafter:
         found = {f"AdamW {rate:g}": {"learning_rate": rate} for rate in rates}
         return found | {f"Muon {rate:g}": {"muon_learning_rate": rate} for rate in muon_rates}
 
-    def load(self, folder: Path, target: PreTrainedModel) -> CloverHeads:
+    def load(self, folder: Path, target: PreTrainedModel) -> DraftHeads:
         return self.kind.from_pretrained(folder, dtype=target.dtype).to(target.device).eval().bind(target)
 
 
@@ -82,6 +82,7 @@ DRAFTERS: dict[str, Drafter] = {
         _variant("clover", "clover", AS_IN_ITS_PAPER),
         _variant("clover, tuned", "clover"),
         _variant("medusa", "medusa"),
+        Drafter("eagle-3", Eagle3Heads, partial(Eagle3Heads.from_target, draft_copies=0)),  # as all but ours
         *map(_rival, RIVALS.values()),
     )
 }
@@ -92,7 +93,7 @@ DRAFTERS: dict[str, Drafter] = {
 
 @dataclass
 class Trained:
-    heads: CloverHeads
+    heads: DraftHeads
     steps: int
     seconds: float  # of one CPU thread, or of the clock where there is a GPU; without the target's pass
     memory_mib: float  # as `training_memory` counts it
@@ -121,6 +122,7 @@ class Classroom:
         self.draft_vocab_size, self.save_steps, self.bf16 = draft_vocab_size, save_steps, bf16
         self.rows = min(self.steps_for(most_tokens) * batch_size, len(data.train))
         self.keeps_states = target.device.type != "cuda"  # where its pass costs less than to read its states
+        self.reader = Teacher(target, Eagle3Heads.from_target(target))  # of all the layers that any drafter reads
         self._states: Dataset | None = None
 
     def steps_for(self, tokens: int) -> int:
@@ -156,11 +158,10 @@ class Classroom:
             train_dataset=self.data.train,
             processing_class=self.tokenizer,
         )
-        trainer.teacher = _teacher(heads, self.target)
         samples = self._states_for(trainer) if self.keeps_states else trainer.train_dataset
         if self.keeps_states:
-            reads_layers = isinstance(trainer.teacher, FeatureTeacher)
-            trainer.data_collator = _Collator(trainer.data_collator, self.target.config.hidden_size, reads_layers)
+            sizes = self.reader.state_size, trainer.teacher.state_size
+            trainer.data_collator = _Collator(trainer.data_collator, *sizes)
         trainer.train_dataset = samples.select(range(min(len(samples), steps * self.batch_size)))
         trainer.remove_callback(ProgressCallback)
         clock = time.perf_counter if on_gpu else time.process_time
@@ -178,12 +179,12 @@ class Classroom:
         """The samples with the states of all layers that any drafter reads: one pass of the target for all runs."""
         if self._states is None:
             dataset = trainer.train_dataset.select(range(min(self.rows, len(trainer.train_dataset))))
-            size, tokens = 2 * 4 * self.target.config.hidden_size, sum(map(len, dataset["input_ids"]))
+            size, tokens = 2 * self.reader.state_size, sum(map(len, dataset["input_ids"]))
             print(f"The target's states: {size:,} bytes a token, {size * tokens / 1e9:.2f} GB for {tokens:,} tokens.")
-            folder, teacher = self.data.folder / f"states-{len(dataset)}", FeatureTeacher(self.target, trainer.heads)
+            folder = self.data.folder / f"states-{len(dataset)}"
             with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.bf16):
                 self._states = precompute_targets(
-                    teacher, dataset, trainer.data_collator, folder, batch_size=8, accelerator=trainer.accelerator
+                    self.reader, dataset, trainer.data_collator, folder, batch_size=8, accelerator=trainer.accelerator
                 )
         return self._states
 
@@ -201,14 +202,14 @@ class Classroom:
 
 
 class _Collator(TargetStatesCollator):
-    """States of four layers, or of the last one alone for who reads no other."""
+    """Of the states on disk the last `wanted` numbers: all of them, or for who reads no layer the final state."""
 
-    def __init__(self, collator: Any, size: int, reads_layers: bool) -> None:
-        super().__init__(collator, 4 * size)
-        self.kept = slice(0 if reads_layers else 3 * size, None)
+    def __init__(self, collator: Any, size: int, wanted: int) -> None:
+        super().__init__(collator, size)
+        self.wanted = wanted
 
     def _read(self, data: bytes) -> torch.Tensor:
-        return super()._read(data)[:, self.kept]
+        return super()._read(data)[:, -self.wanted :]
 
 
 @contextmanager
@@ -220,11 +221,6 @@ def _tensor_cores() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def _teacher(heads: CloverHeads, target: PreTrainedModel) -> Teacher:
-    kind = heads.teacher if isinstance(heads, RivalHeads) else Teacher
-    return kind(target, heads)
 
 
 def training_memory(trainer: CloverTrainer) -> float:
@@ -272,7 +268,7 @@ def chain_by_depth(*heads_and_places: Any, **options: Any) -> list[float]:
 
 @torch.no_grad()
 def right_drafts(
-    heads: CloverHeads, target: PreTrainedModel, rows: torch.Tensor, start: int, depth: int, every: int = 1
+    heads: DraftHeads, target: PreTrainedModel, rows: torch.Tensor, start: int, depth: int, every: int = 1
 ) -> torch.Tensor:
     """[N, P, depth]: whether the first, the first two, ... drafts of a greedy chain are the text's next tokens.
 
@@ -290,12 +286,11 @@ def right_drafts(
 
 @torch.no_grad()
 def along(
-    heads: CloverHeads, target: PreTrainedModel, rows: torch.Tensor, stops: Iterable[int]
-) -> Iterator[tuple[int, CloverDrafter]]:
+    heads: DraftHeads, target: PreTrainedModel, rows: torch.Tensor, stops: Iterable[int]
+) -> Iterator[tuple[int, interfaces.Drafter]]:
     """A drafter that follows the texts `rows` [N, L], at each place of `stops`: of the last token that it knows."""
-    kind = heads.generator if isinstance(heads, RivalHeads) else CloverDrafter
-    drafter = kind(heads.bind(target))
-    hidden = _teacher(heads, target).hidden_states({"input_ids": rows})  # [N, L, d]
+    teacher, drafter = Teacher(target, heads), heads.new_drafter(heads)
+    hidden = teacher.features(teacher.hidden_states({"input_ids": rows}))  # [N, L, f] as the heads read it
     positions, known = torch.arange(rows.shape[1], device=rows.device).expand(len(rows), -1), 0  # [N, L]
     for place in stops:
         new = slice(known, place)

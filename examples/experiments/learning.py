@@ -47,12 +47,11 @@ from drafters import (
     read_questions,
 )
 from ledger import Ledger, show
-from rivals import admitted
 
-from hf_clover import CloverHeads
 from hf_clover.measure.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
 from hf_clover.measure.plots import plot
 from hf_clover.measure.prompts import load_prompts, load_questions
+from hf_clover.network.modeling_heads import DraftHeads
 from hf_clover.network.packing import pack_for_cpu
 from hf_clover.network.target_parts import fingerprint
 
@@ -205,7 +204,7 @@ class Course:
         }
         self.ledger.add("rows", row, settings_of(self.args))
 
-    def generated(self, heads: CloverHeads) -> dict[str, Any]:
+    def generated(self, heads: DraftHeads) -> dict[str, Any]:
         """Tokens per forward in the real `generate`, on the questions where there are any."""
         per_forward, identical = {}, True
         if not self.questions:
@@ -273,7 +272,7 @@ class Course:
         self.ledger.save(settings_of(args))
         return True
 
-    def _measure_by_category(self, heads: dict[str, CloverHeads], tokens: int, seed: int) -> None:
+    def _measure_by_category(self, heads: dict[str, DraftHeads], tokens: int, seed: int) -> None:
         """Whole conversations, by category: `hf-clover benchmark`'s figures, in a file of their own. All drafters at
         their automatic budget, prompt lookup beside them; on a CPU the weights are packed, for all alike."""
         args, path = self.args, self.args.output / f"learning-by-category-{tokens}-{seed}.json"
@@ -336,30 +335,29 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     ledger = Ledger(args.output / "learning.json")
     ledger.check(args)
     courses: dict[str, Course] = {}
-    with admitted():
-        if args.measure:
-            found = False
-            for target in args.targets:
-                course = Course(args, target, ledger)
-                for seed in args.seeds:
-                    for tokens in args.budgets:
-                        found = course.measure(tokens, seed) or found
-            if not found:
-                raise ValueError(
-                    "`--measure`: there are no heads of these targets, drafters, budgets and seeds in `--work`. Run "
-                    "the same command without it first."
-                )
-        else:
-            work = list(plan(args))
-            for number, (target, drafter, tokens, seed) in enumerate(work, 1):
-                if target not in courses:
-                    courses[target] = Course(args, target, ledger)
-                    courses[target].prepare()
-                course = courses[target]
-                key = dict(zip(KEY, (course.name, drafter.name, tokens, seed)))
-                if not ledger.find("rows", **key):
-                    print(f"{number}/{len(work)} {course.name}: {drafter.name}, {tokens:,} tokens, seed {seed}")
-                    course.run(drafter, tokens, seed)
+    if args.measure:
+        found = False
+        for target in args.targets:
+            course = Course(args, target, ledger)
+            for seed in args.seeds:
+                for tokens in args.budgets:
+                    found = course.measure(tokens, seed) or found
+        if not found:
+            raise ValueError(
+                "`--measure`: there are no heads of these targets, drafters, budgets and seeds in `--work`. Run "
+                "the same command without it first."
+            )
+    else:
+        work = list(plan(args))
+        for number, (target, drafter, tokens, seed) in enumerate(work, 1):
+            if target not in courses:
+                courses[target] = Course(args, target, ledger)
+                courses[target].prepare()
+            course = courses[target]
+            key = dict(zip(KEY, (course.name, drafter.name, tokens, seed)))
+            if not ledger.find("rows", **key):
+                print(f"{number}/{len(work)} {course.name}: {drafter.name}, {tokens:,} tokens, seed {seed}")
+                course.run(drafter, tokens, seed)
     ledger.read()
     result = ledger.save(settings_of(args))
     show(ledger)

@@ -12,19 +12,18 @@ another, plain generate (0 nodes) and the automatic number take turns on the sam
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from common import HERE, PLAIN, finish, line, panel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import drafting, heads_run
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.measure.benchmark import measure, plain, with_heads
 
 SIZES = {  # about so many parameters
@@ -83,34 +82,33 @@ class Oracle:
         return logits
 
 
-class OracleGenerator(drafting.CloverDrafter):
-    """The drafter as it is, but for what its heads say."""
+class KnowingHeads:
+    """Heads that run as they are, but what they say is the oracle's."""
 
-    oracle: Oracle
-    index = 0  # of the root in the text
+    def __init__(self, heads: CloverHeads, oracle: Oracle) -> None:
+        self.heads, self.oracle = heads, oracle
+        self.root = 0  # its place in the text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.heads, name)
+
+    def step(self, level: int, state: torch.Tensor, input_ids: torch.Tensor, *recalled: torch.Tensor) -> Any:
+        self.asked = input_ids, self.root + level
+        return self.heads.step(level, state, input_ids, *recalled)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.oracle.score(self.heads.score(x), *self.asked)
+
+
+class OracleDrafter(CloverDrafter):
+    can_be_static = False
+
+    def __init__(self, oracle: Oracle, heads: CloverHeads, *how: Any) -> None:
+        super().__init__(KnowingHeads(heads, oracle), *how)
 
     def extend(self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Any) -> None:
-        self.index += int(counts[0])
+        self.heads.root += int(counts[0])
         super().extend(hidden, next_tokens, positions, counts)
-
-    def draft(self, *args: Any, **kwargs: Any) -> Any:
-        grow = drafting.grow_global
-
-        def grown(expand: Any, *more: Any, **options: Any) -> Any:
-            def known(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-                return self.oracle.score(expand(level, chosen, tokens), tokens, self.index + level)
-
-            return grow(known, *more, **options)
-
-        with mock.patch.object(drafting, "grow_global", grown):
-            return super().draft(*args, **kwargs)
-
-
-@contextmanager
-def drafting_by(oracle: Oracle) -> Iterator[None]:
-    generator = type("OfThisText", (OracleGenerator,), {"oracle": oracle})
-    with mock.patch.object(heads_run, "CloverDrafter", generator):
-        yield
 
 
 def compared(size: str, acceptance: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,18 +139,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         text = target.generate(prompt, max_new_tokens=args.max_new_tokens, do_sample=False)[0].tolist()
         for acceptance in args.acceptance:
             heads = CloverHeads.from_target(target).eval()  # others, of which nothing has been learned yet
+            heads.new_drafter = partial(OracleDrafter, Oracle(text, vocabulary, acceptance, args.seed))
             fixed = [with_heads(heads, f"{n} nodes", n) for n in args.nodes]
             methods = [plain(), *fixed, with_heads(heads, "automatic")]
-            with drafting_by(Oracle(text, vocabulary, acceptance, args.seed)):
-                measured = measure(
-                    target,
-                    SimpleNamespace(pad_token_id=0, eos_token_id=None),
-                    methods,
-                    prompt.tolist(),
-                    max_new_tokens=args.max_new_tokens,
-                    repeats=args.repeats,
-                    seed=args.seed,
-                )
+            measured = measure(
+                target,
+                SimpleNamespace(pad_token_id=0, eos_token_id=None),
+                methods,
+                prompt.tolist(),
+                max_new_tokens=args.max_new_tokens,
+                repeats=args.repeats,
+                seed=args.seed,
+            )
             comparisons.append(compared(size, acceptance, measured))
             rows += [{"size": size, "acceptance": acceptance, **row} for row in measured]
     panels = [panel for size in args.sizes for panel in _panels(size, args, rows)]

@@ -22,7 +22,6 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_clover import CloverHeads, pack_for_cpu
-from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.drafting_copy import drafting_copy
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_run import TargetRun
@@ -48,7 +47,7 @@ def calls_of(
     run = TargetRun(target, GenerationConfig(), {"attention_mask": mask, "position_ids": positions, "use_cache": True})
     stack.enter_context(run.open())
     token = run.prefill(prompt)[:, -1].argmax(-1)  # [1]
-    drafter = CloverDrafter(drafting_copy(heads.bind(target), target))
+    drafter = heads.new_drafter(drafting_copy(heads.bind(target), target))
     drafter.extend(run.hidden, torch.cat((prompt[:, 1:], token[:, None]), dim=1), positions, [prompt.shape[1]])
     run.commit([()])
 

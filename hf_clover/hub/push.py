@@ -34,6 +34,7 @@ from safetensors import safe_open
 from .. import __version__
 from ..measure.provenance import TOKEN, without_folders, without_tokens
 from ..measure.whole_files import write_whole
+from ..network.variants import MODEL_TYPES
 from .cards import MARKER, check_results, listed, public_name, render
 from .code import generation_code
 
@@ -221,13 +222,14 @@ def write_card(
 def _kind(folder: Path, heads: Any = None) -> str:
     if (folder / "adapter_config.json").is_file():
         return "adapter"
-    if heads is not None or _read_json(folder / "config.json").get("model_type") == "clover":
+    if heads is not None or _read_json(folder / "config.json").get("model_type") in MODEL_TYPES:
         return "heads"
     if any(folder.glob("*.parquet")):
         return "dataset"
     raise ValueError(
         f"`folder` {str(folder)!r} holds neither heads nor an adapter of heads nor a dataset: there is no config.json "
-        'of model_type "clover", no adapter_config.json and no *.parquet in it. Write it with `save_pretrained`.'
+        f"of a model_type among {', '.join(MODEL_TYPES)}, no adapter_config.json and no *.parquet in it. Write it with "
+        "`save_pretrained`."
     )
 
 

@@ -21,16 +21,15 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from ..network.configuration_clover import CloverConfig
 from ..network.configuration_eagle3 import Eagle3Config
 from ..network.modeling_eagle3 import Eagle3Heads
 from ..network.modeling_heads import DraftHeads
 from ..network.packing import plain_weight
 from ..network.target_parts import find_decoder, unwrap
+from ..network.variants import MODEL_TYPES
 from .from_target import identity_of, paper_layers
 from .loading import check_path
 
-OURS = (CloverConfig.model_type, Eagle3Config.model_type)
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 # Where each format says what it is: the name it has in messages, and the prefix of its first layer's tensors.
@@ -86,7 +85,7 @@ def load_heads(
     model = None if target is None else unwrap(target)
     dtype = dtype or (None if model is None else model.dtype)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if config.get("model_type") in OURS:
+    if config.get("model_type") in MODEL_TYPES:
         heads = AutoModel.from_pretrained(name, **options, **hub_arguments)
     else:
         folder = _folder(name, allow_pickle, hub_arguments)
@@ -108,7 +107,7 @@ def _folder(name: str, allow_pickle: bool, hub_arguments: dict[str, Any]) -> Pat
 
 def is_of_others(name: Any, hub_arguments: dict[str, Any]) -> bool:
     """Whether heads of that name are in a format that is not ours."""
-    return name is not None and _config_of(name, hub_arguments).get("model_type") not in OURS
+    return name is not None and _config_of(name, hub_arguments).get("model_type") not in MODEL_TYPES
 
 
 def _config_of(name: Any, hub_arguments: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..decoding.hook import are_heads
 from ..making.published import load_heads
 from ..network.modeling_heads import DraftHeads
 from ..network.packing import pack_for_cpu
@@ -31,7 +32,7 @@ class Method:
     @property
     def heads(self) -> DraftHeads | None:
         assistant = self.options.get("assistant_model")
-        return assistant if getattr(getattr(assistant, "config", None), "model_type", None) == "clover" else None
+        return assistant if are_heads(assistant) else None
 
     @contextmanager
     def applied(self) -> Iterator[dict[str, Any]]:

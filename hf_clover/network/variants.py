@@ -5,6 +5,8 @@ Contract: tables, without code. A sibling of `configuration_clover.py` that trav
 
 from typing import Any
 
+MODEL_TYPES = ("clover", "clover_eagle3")  # of the configurations of heads
+
 # What each variant of the papers is made of. A field the user leaves at None takes its value from here.
 VARIANTS: dict[str, dict[str, Any]] = {
     "clover-x": {
@@ -151,6 +153,7 @@ __all__ = [
     "INTEGERS",
     "LONGEST_NAME",
     "MAY_BE_NONE",
+    "MODEL_TYPES",
     "MOST_PARAMETERS",
     "NUMBERS",
     "SWITCHES",

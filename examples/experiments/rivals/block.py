@@ -18,17 +18,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_clover import CloverConfig, CloverTrainer
+from hf_clover.decoding.path_drafting import PathDrafter
+from hf_clover.making.from_target import paper_layers
 from hf_clover.network.modeling_clover import CloverAttention, CloverMLP, CloverOutput, CloverRMSNorm
 from hf_clover.training.losses import prediction_mask, soft_cross_entropy
 
 from .base import RivalHeads
-from .drafting import EagleGenerator, Rope
-from .eagle3 import FeatureRun, FeatureTeacher
 
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 SLOTS = 7  # gamma: the chains that these are compared by
 EVERY = 4  # positions to an anchor
 
@@ -39,12 +41,12 @@ EVERY = 4  # positions to an anchor
 class _Block:
     """A tree that is being grown over a block, which was computed once."""
 
-    def __init__(self, generator: "BlockGenerator") -> None:
-        self.heads, cache = generator.heads, generator.cache
+    def __init__(self, drafter: "BlockDrafter") -> None:
+        self.heads, cache = drafter.heads, drafter.cache
         width = self.heads.config.num_heads + 1
-        positions = generator.last[:, None] + 1 + torch.arange(width, device=generator.last.device)  # [B, S]
+        positions = drafter.last[:, None] + 1 + torch.arange(width, device=drafter.last.device)  # [B, S]
         with cache.staged(width):
-            self.slots = self.heads.slots(generator.roots, positions, self._mask(generator, width), cache)  # [B, G, d]
+            self.slots = self.heads.slots(drafter.roots, positions, self._mask(drafter, width), cache)  # [B, G, d]
         self.state: torch.Tensor | None = None  # [B, W, r] what was drafted so far, where that counts
 
     def expand(self, level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -55,20 +57,21 @@ class _Block:
         return self.heads.score(out).expand(-1, tokens.shape[1], -1)
 
     @staticmethod
-    def _mask(generator: "BlockGenerator", width: int) -> torch.Tensor | None:
+    def _mask(drafter: "BlockDrafter", width: int) -> torch.Tensor | None:
         """[B, 1, S, C]: all of the text and all of the block, and no padding."""
-        slots, prompt = generator.cache.slots, generator.prompt_mask
+        slots, prompt = drafter.cache.slots, drafter.prompt_mask
         if slots.is_even and prompt is None:
             return None
-        device = generator.last.device
+        device = drafter.last.device
         visible = torch.arange(max(slots.lengths) + width, device=device) < slots.starts_on(device) + width  # [B, C]
         if prompt is not None:
             visible[:, : prompt.shape[1]] &= prompt.to(device)
         return visible[:, None, None].expand(-1, -1, width, -1)
 
 
-class BlockGenerator(EagleGenerator):
-    path = _Block
+class BlockDrafter(PathDrafter):
+    def _levels(self) -> _Block:
+        return _Block(self)
 
 
 # ---------------------------------------------------------------------- training
@@ -92,7 +95,8 @@ class BlockTrainer(CloverTrainer):
         anchors = self._anchors(mask[0])  # [B, A]
         counted = mask.gather(2, anchors.expand(size, -1, -1))  # [G, B, A]
         with self.teacher.lending():
-            outputs = model(hidden_states=hidden_states[:, :-1], input_ids=inputs["input_ids"][:, 1:], anchors=anchors)
+            features = self.teacher.features(hidden_states)[:, :-1]
+            outputs = model(hidden_states=features, input_ids=inputs["input_ids"][:, 1:], anchors=anchors)
         level, row, anchor = counted.nonzero(as_tuple=True)  # [N] each
         place = anchors[row, anchor] + 1 + level  # [N], of the target, which says there what comes next
         states = self.teacher.final_states(hidden_states[row, place])  # [N, d]
@@ -151,20 +155,24 @@ class BlockLayer(nn.Module):
 class BlockHeads(RivalHeads):
     """The number of layers is the config's `num_augmenting_layers`, the number of slots its `num_heads`."""
 
-    generator, run, teacher, trainer = BlockGenerator, FeatureRun, FeatureTeacher, BlockTrainer
+    drafter, trainer = BlockDrafter, BlockTrainer
     variation: ClassVar[float]  # share of total variation in the loss; the rest is cross-entropy
+
+    @classmethod
+    def layers_of(cls, target: PreTrainedModel) -> list[int]:
+        return paper_layers(target.config.get_text_config(decoder=True).num_hidden_layers)
 
     def build(self, config: CloverConfig) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.fuse = nn.Linear(3 * size, size, bias=False)
+        self.fuse = nn.Linear(len(config.layer_ids) * size, size, bias=False)
         self.feature_norm, self.norm = CloverRMSNorm(size, eps), CloverRMSNorm(size, eps)
         self.slot = nn.Embedding(1, size)
         self.blocks = nn.ModuleList(BlockLayer(config, i) for i in range(config.num_augmenting_layers))
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, T, 4 d] of `FeatureRun` -> [B, T, d]"""
-        return self.feature_norm(self.fuse(hidden_states[..., : 3 * self.config.hidden_size].to(self.dtype)))
+        """[B, T, 3 d], the layers' states side by side -> [B, T, d]"""
+        return self.feature_norm(self.fuse(hidden_states.to(self.dtype)))
 
     def with_drafted(
         self, slot: torch.Tensor, state: torch.Tensor | None, input_ids: torch.Tensor
@@ -173,20 +181,20 @@ class BlockHeads(RivalHeads):
         what goes into lm_head, and the next state."""
         raise NotImplementedError
 
-    def _encode(
+    def encode(
         self,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        past_key_values: Cache | None,
-    ) -> tuple[torch.Tensor, None]:
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
         """The text's keys and values, into the cache."""
         features = self.features(hidden_states)
         rope = self.rotary_emb(features, position_ids)
         for index, layer in enumerate(self.blocks):
             past_key_values.update(*layer.attention.keys_and_values(features, rope), index)
-        return features, None
+        return features
 
     def slots(
         self, roots: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None, cache: Cache

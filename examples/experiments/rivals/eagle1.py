@@ -6,21 +6,25 @@ gives the next feature. Beyond the text, drafted features stand in for the targe
 target's next feature and a tenth of the soft cross-entropy, on features with a little uniform noise.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_clover import CloverConfig
-from hf_clover.network.modeling_clover import AugmentingLayer
+from hf_clover.decoding.path_drafting import PathDrafter
+from hf_clover.network.modeling_clover import AugmentingLayer, CloverOutput
 
-from .drafting import EagleHeads, Rope
+from .base import RivalHeads
 
 NOISE = 0.1  # uniform, to both sides
 
 
-class Eagle1(EagleHeads):
+class Eagle1(RivalHeads):
     name = "eagle-1"
+    drafter = PathDrafter
     fields = dict(
         num_heads=1,  # the later levels are the same layer again, which training does not unroll
         draft_depth=8,
@@ -37,22 +41,53 @@ class Eagle1(EagleHeads):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[B, T, d] -> [B, T, d], what the target feeds into its lm_head."""
         with torch.no_grad():
-            features = self.borrowed.norm(hidden_states).to(self.dtype)  # [B, T, d]; the norm is the target's own
+            features = self.borrowed.norm(hidden_states.to(self.dtype)).to(self.dtype)  # the norm is the target's own
         if self.training:
             features = features + torch.empty_like(features).uniform_(-NOISE, NOISE)
         return features
+
+    def encode(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        features = self.features(hidden_states)
+        rope, attention_mask = self.rope_and_mask(features, attention_mask, position_ids, past_key_values)
+        return self.advance(features, input_ids, rope, attention_mask, past_key_values)
 
     def advance(
         self,
         features: torch.Tensor,
         input_ids: torch.Tensor,
-        rope: Rope,
+        rope: tuple[torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
+        """Features [B, T, d] and the tokens after them [B, T] -> the features drafted for the tokens' positions."""
         x = self.fc(torch.cat((self.embed(input_ids), features), dim=-1))  # [B, T, d]
         return self.layer(x, rope, mask, cache)[0]
 
-    def output(self, features: torch.Tensor) -> torch.Tensor:
-        return features
+    def recycled(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        return_dict: bool = True,
+        **kwargs: Any,
+    ) -> CloverOutput | tuple[torch.Tensor, ...]:
+        """Teacher-forced, as our heads, of which there is one here."""
+        states = self.encode(hidden_states, input_ids, attention_mask, position_ids)
+        output = CloverOutput(head_outputs=self.output(states)[None], state=states)
+        return output if return_dict else output.to_tuple()
