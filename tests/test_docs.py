@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 import typer
 from tiny_text import ASCII, CHAT_TEMPLATE, save_folders
+from transformers import AutoModelForCausalLM
 
-from hf_clover import cli
+from hf_clover import Eagle3Heads, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -60,6 +61,8 @@ def elsewhere(models, tmp_path, monkeypatch) -> Path:
         shutil.copytree(models / "target", tmp_path / name)
         (tmp_path / name / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     shutil.copytree(models / "heads", tmp_path / "org/clover-heads")
+    target = AutoModelForCausalLM.from_pretrained(models / "target")
+    Eagle3Heads.from_target(target).save_pretrained(tmp_path / "org/eagle3-heads")
     said = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "return x[a:b]\n" * 8}]
     (tmp_path / "trl-lib/Capybara").mkdir(parents=True)
     for split in ("train", "test"):

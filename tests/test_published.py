@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 import hf_clover
 from hf_clover import CloverHeads, Eagle3Heads, load_heads
 from hf_clover.decoding.states import capture_states
+from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.target_memory import memory_of
+from hf_clover.hub.push import write_card
 
 VECTORS = Path(__file__).parent / "reference_vectors" / "eagle3"
 CASES = ("llama_reduced", "qwen3_full")
@@ -275,6 +279,37 @@ def test_a_drafted_chain_is_what_the_network_says(folder):
         token = int(heads.draft_ids[heads.score(out).argmax(-1)])
         assert token == chain[step]
         text = torch.cat((text, torch.tensor([[token]])), dim=1)
+
+
+def test_heads_that_draft_rubbish_are_named_once(folder):
+    target, heads = a_target(), load_heads(folder, a_target(), layer_ids=(1, 3, 7))
+    heads.config.draft_copies = 0
+    options = {"max_new_tokens": 230, "pad_token_id": 0, "eos_token_id": None, "num_assistant_tokens": 3}
+
+    def generate(heads, allowed=None):
+        ids = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
+        return target.generate(ids, assistant_model=heads, prefix_allowed_tokens_fn=allowed, **options)
+
+    with pytest.warns(CloverWarning, match=r"right in \d of 20\d places.*layer_ids=.*chat template.*fine-tune"):
+        generate(heads, lambda _, ids: [len(ids) * 7 % 100])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CloverWarning)
+        generate(heads, lambda _, ids: [len(ids) * 7 % 100])
+        alike = load_heads(folder, target)  # whose drafts of a text that repeats itself are copied
+        generate(alike)
+    assert memory_of(target).first_drafts[alike][1] > 20
+
+
+def test_the_card_says_where_they_came_from(folder, tmp_path):
+    heads = load_heads(folder, a_target())
+    heads.save_pretrained(tmp_path / "mine")
+    text = write_card(tmp_path / "mine", repo_id="me/mine").text
+    assert "[eagle-3](https://huggingface.co/papers/2503.01840), trained by others, published as `heads`" in text
+    assert "Among them are an output layer and an embedding of their own." in text
+    heads.config.source_name_or_path = "org/eagle3"
+    heads.save_pretrained(tmp_path / "mine")
+    text = write_card(tmp_path / "mine", repo_id="me/mine").text
+    assert "published as [org/eagle3](https://huggingface.co/org/eagle3), and read and run by" in text
 
 
 def test_public():

@@ -26,9 +26,14 @@ from .state import Text
 from .static_drafting import compiled_drafter
 from .static_target import StaticTreeCache
 from .support import warn
+from .target_memory import memory_of
 from .tree import Tree, with_chain, with_path
 
 DROP_BELOW = 0.75  # of a batch's rows going on
+WATCHED, HOPELESS = (
+    200,
+    0.05,
+)  # places at which first drafts are watched, and the share of right ones that is a warning
 
 
 def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:
@@ -39,7 +44,7 @@ def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:
 
 class HeadsRun:
     def __init__(self, heads: DraftHeads, budget: Budget, run: Run, text: Text) -> None:
-        self.run, self.text, self.budget = run, text, budget
+        self.heads, self.run, self.text, self.budget = heads, run, text, budget
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
@@ -92,6 +97,8 @@ class HeadsRun:
         if found_no_drafts and self.drafted and not self.drafter.is_broken:
             self.drafter.is_broken = True
             warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
+        if self.heads.feature_layers and self.drafted:
+            self._watch(paths, tree)
         if text.done and not run.keeps_cache:
             return
         counts = [len(path) for path in paths]
@@ -109,6 +116,23 @@ class HeadsRun:
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
         with in_own_precision(self.drafter.heads):
             self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
+
+    def _watch(self, paths: Sequence[Sequence[int]], tree: Tree) -> None:
+        """Heads that read the wrong layers draft rubbish without a word: say so once."""
+        known = memory_of(self.run.target).first_drafts
+        places, right = known.get(self.heads, (0, 0))
+        if places >= WATCHED or tree.size < 2:
+            return
+        for row, path, draft in zip(self.text.running_rows(), paths, tree.tokens[:, 1].tolist(), strict=True):
+            places, right = places + 1, right + (int(row[len(row) - len(path)]) == draft)
+        known[self.heads] = places, right
+        if places >= WATCHED and right < HOPELESS * places:
+            warn(
+                f"the first token that these heads draft was right in {right} of {places} places, so they slow "
+                "`generate` down; the tokens are the target's own. The usual causes: other layers of the target than "
+                "they were trained on (`load_heads(..., layer_ids=...)`), another chat template or thinking mode, or "
+                "another fine-tune of the target"
+            )
 
     # ------------------------------------------------------------------ what they draft
 

@@ -53,12 +53,12 @@ class PathDrafter(CloverDrafter):
         self._catch_up()
         settled = list(self.cache.lengths)
         try:
-            expand = self._levels().expand
+            expand = self.levels().expand
             return grow_in_shape(self.heads, expand, roots, nodes, shape or self.config.draft_tree, foresight)
         finally:
             self.cache.slots.lengths = settled
 
-    def _levels(self) -> Any:
+    def levels(self) -> Any:
         """What has `expand`, for one tree."""
         return Levels(self)
 

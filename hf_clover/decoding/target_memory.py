@@ -42,6 +42,8 @@ class TargetMemory:
     drafting_copies: "WeakKeyDictionary[DraftHeads, tuple[tuple, DraftHeads]]" = field(
         default_factory=WeakKeyDictionary
     )
+    # heads_run: of the first draft of each step, with each set of heads, how many places and how many right ones
+    first_drafts: "WeakKeyDictionary[DraftHeads, tuple[int, int]]" = field(default_factory=WeakKeyDictionary)
     # budget: what was learned of it with each set of heads
     experience: "WeakKeyDictionary[DraftHeads, Experience]" = field(default_factory=WeakKeyDictionary)
 

@@ -76,13 +76,17 @@ def render(
 
     training, acceptance = results.get("training", {}), results.get("acceptance", {})
     config = {**(config or {}), **{f"target_{k}": v for k, v in results.get("target", {}).items() if k != "name"}}
+    is_clover = config.get("model_type", "clover") == "clover"
+    if not is_clover:
+        config["variant"] = "eagle-3"
+    words |= _named("source", config.get("source_name_or_path"))
     target = results.get("target", {}).get("name") or config.get("target_name_or_path")
     words |= _named("target", target) | {"config": config, "adapter": adapter, "parameters": parameters}
     if adapter is not None:
         words |= _named("base", adapter.get("base_model_name_or_path") or "heads")
     elif target is None:
         words["target"] = "target"
-    if kind == "heads" and not subfolder and config.get("variant") and why_not(config) is None:
+    if is_clover and kind == "heads" and not subfolder and config.get("variant") and why_not(config) is None:
         method = {} if (name := method_of(config)) == "mtp" else {"method": name}  # the plug-in says that one itself
         drafts = min(VLLM_DRAFTS, most_drafts(config))
         words["in_vllm"] = json.dumps({**method, "model": repo_id, "num_speculative_tokens": drafts})

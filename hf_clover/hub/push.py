@@ -228,8 +228,8 @@ def _kind(folder: Path, heads: Any = None) -> str:
         return "dataset"
     raise ValueError(
         f"`folder` {str(folder)!r} holds neither heads nor an adapter of heads nor a dataset: there is no config.json "
-        f"of a model_type among {', '.join(MODEL_TYPES)}, no adapter_config.json and no *.parquet in it. Write it with "
-        "`save_pretrained`."
+        f"of a model_type among {', '.join(MODEL_TYPES)}, no adapter_config.json and no *.parquet in it. Write it "
+        "with `save_pretrained`."
     )
 
 

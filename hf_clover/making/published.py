@@ -153,6 +153,7 @@ def read_eagle3(
         _check_fits(fields, identity, name)
         fields |= {key: value for key, value in identity.items() if key != "hidden_size"}
         tensors = _without_copies(tensors, model)
+    fields["source_name_or_path"] = Path(name).name if Path(name).is_dir() else name
     fields["layer_ids"] = _layers(form, config, model, layer_ids, name)
     fields["own_embedding"], fields["own_lm_head"] = ("embed_tokens.weight" in tensors), ("lm_head.weight" in tensors)
     wide = tensors["fc.weight"].shape[1] / len(fields["layer_ids"])

@@ -103,6 +103,8 @@ class Eagle3Config(HeadsConfig):
             Likewise.
         pad_token_id (`int`, *optional*):
             Likewise.
+        source_name_or_path (`str`, *optional*):
+            Where others published these heads.
         target_name_or_path (`str`, *optional*):
             The target that these heads were made for.
         target_revision (`str`, *optional*):
@@ -137,6 +139,7 @@ class Eagle3Config(HeadsConfig):
     norm_output: bool = False
     own_lm_head: bool = False
     own_embedding: bool = False
+    source_name_or_path: str | None = None
 
     num_heads: int = UNROLLED
     loss_type: str = "clover"
@@ -168,6 +171,7 @@ class Eagle3Config(HeadsConfig):
         are_ids = isinstance(ids, list | tuple) and all(type(one) is int and 0 <= one < 1 << 12 for one in ids)
         self._require("layer_ids", are_ids and 0 < len(ids) <= 64, "a list of the target's layers")
         self.layer_ids = list(ids)
+        self._validate_name("source_name_or_path")
         d, wide = self.hidden_size, self.target_hidden_size
         projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * (self.head_dim or d)
         layers = self.num_hidden_layers * d * (2 * projections + 3 * self.intermediate_size)

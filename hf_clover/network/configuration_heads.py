@@ -143,6 +143,11 @@ class HeadsConfig(PreTrainedConfig):
         value, choices = getattr(self, field), CHOICES[field]
         self._require(field, isinstance(value, str | None) and value in choices, f"one of {list(choices)}")
 
+    def _validate_name(self, field: str) -> None:
+        value = getattr(self, field)
+        is_name = isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME
+        self._require(field, value is None or is_name, f"a string of at most {LONGEST_NAME} printable characters")
+
     def _validate(self) -> None:
         """Each field alone, and those of the layers together."""
         fields = {field.name for field in dataclasses.fields(self)}
@@ -165,9 +170,7 @@ class HeadsConfig(PreTrainedConfig):
             ids = value if isinstance(value, list) else [] if value is None else [value]
             self._require(field, all(type(one) is int for one in ids), "a token id, a list of them, or None")
         for field in ("target_name_or_path", "target_revision", "target_fingerprint"):
-            value = getattr(self, field)
-            is_name = isinstance(value, str) and value.isprintable() and len(value) <= LONGEST_NAME
-            self._require(field, value is None or is_name, f"a string of at most {LONGEST_NAME} printable characters")
+            self._validate_name(field)
         is_hex = set(self.target_fingerprint or "0") <= set("0123456789abcdef")
         self._require("target_fingerprint", is_hex and self.target_fingerprint != "", "a hexadecimal number")
         known = isinstance(self.hidden_act, str) and self.hidden_act in ACT2FN

@@ -70,7 +70,7 @@ class _Block:
 
 
 class BlockDrafter(PathDrafter):
-    def _levels(self) -> _Block:
+    def levels(self) -> _Block:
         return _Block(self)
 
 
