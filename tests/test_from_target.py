@@ -333,6 +333,12 @@ def test_multi_query_and_grouped_query_attention(kv_heads):
     check_the_copies(model, heads, ("attention", "MLP"))
 
 
+@pytest.mark.parametrize("eps", [1e-12, 1.0])
+def test_norms_of_any_epsilon(eps):
+    """1.0 is what targets in transformers' own tests have."""
+    assert CloverHeads.from_target(make_llama(rms_norm_eps=eps)).config.rms_norm_eps == eps
+
+
 def test_norms_that_multiply_by_one_plus_their_weight():
     config = GemmaConfig(
         vocab_size=VOCABULARY,
