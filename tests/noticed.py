@@ -22,7 +22,7 @@ class Events(BaseStreamer):
 
 def kept_of(cache: Any) -> list[tuple] | None:
     """Of each layer: its class, length, recording, and how much it keeps."""
-    return None if cache is None else [_kept_of_layer(layer) for layer in cache.layers]
+    return None if cache is None else [_kept_of_layer(layer) for layer in getattr(cache, "layers", ())]
 
 
 def _kept_of_layer(layer: Any) -> tuple:
