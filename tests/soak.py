@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from noticed import Events, are_near, kept_of
 from oracle import planted
 from transformers import (
     DynamicCache,
@@ -43,7 +44,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
@@ -250,17 +250,6 @@ class SumIsHigh(StoppingCriteria):
         return input_ids[:, -4:].sum(1) > 46
 
 
-class Events(BaseStreamer):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.seen.append(value.tolist())
-
-    def end(self) -> None:
-        self.seen.append("end")
-
-
 # ---------------------------------------------------------------------- one case
 
 
@@ -336,18 +325,6 @@ class Said:
     random: list[float] = field(default_factory=list)  # the next random number after each turn
     scores: list[Any] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)  # the caller's after each turn
-
-
-def _kept_of(layer: Any) -> tuple:
-    """What a caller notices of a layer of a cache: its class, length, recording, and how much it keeps."""
-    keys = getattr(layer, "keys", None)
-    length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else None
-    return (
-        type(layer).__name__,
-        length,
-        getattr(layer, "record_past", None),
-        None if keys is None else tuple(keys.shape),
-    )
 
 
 def run(case: Case) -> Outcome:
@@ -430,7 +407,7 @@ def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth:
         said.scores.append((out.scores, out.logits))
         said.events += streamer.seen if streamer else []
         said.random.append(float(torch.rand(1, dtype=torch.float32)))
-        said.caches.append(None if kept is None else [_kept_of(layer) for layer in kept.layers])
+        said.caches.append(kept_of(kept))
         ids = torch.cat((out.sequences, out.sequences[:, :2] % (VOCABULARY - 1) + 1), dim=1)
         mask = mask.repeat_interleave(len(ids) // len(mask), dim=0)
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
@@ -455,19 +432,13 @@ def _what_differs(case: Case, target: PreTrainedModel, plain: Said, ours: Said, 
         return "other random numbers are left than by plain generate"
     if ours.caches != plain.caches:
         return f"the caller's cache holds {ours.caches} instead of {plain.caches}"
+    # Of a target in single precision, plain forwards over one token and over several differ by up to 1.5e-3.
+    off = 5e-3 if case.target in SINGLE else 1e-4
     for its, mine in zip(plain.scores, ours.scores, strict=True):
         for theirs, recorded in zip(its, mine, strict=True):
-            if theirs is not None and not _are_near(theirs, recorded, case.target in SINGLE):
+            if theirs is not None and not are_near(theirs, recorded, off):
                 return "recorded scores or logits differ"
     return None
-
-
-def _are_near(theirs: tuple[torch.Tensor, ...], recorded: tuple[torch.Tensor, ...], single: bool) -> bool:
-    """`single`: some of the target is computed in single precision, whatever its dtype."""
-    if len(theirs) != len(recorded):
-        return False
-    off = 5e-3 if single else 1e-4  # plain forwards of GPT-Neo over one token and over several: up to 1.5e-3
-    return all(torch.allclose(a, b, rtol=off, atol=off, equal_nan=True) for a, b in zip(theirs, recorded, strict=True))
 
 
 # ---------------------------------------------------------------------- many

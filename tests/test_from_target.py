@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -39,6 +41,12 @@ COPIED = {
     **dict.fromkeys(("smollm3", "mistral", "phi3", "granite"), ("attention", "MLP")),
     **dict.fromkeys(("mixtral", "qwen3_moe", "llama4"), ("attention",)),
 }
+
+LONGCAT = dict(
+    **dict(vocab_size=VOCABULARY, hidden_size=32, ffn_hidden_size=40, num_layers=1, num_attention_heads=2),
+    **dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, head_dim=8),
+    **dict(n_routed_experts=2, zero_expert_num=1, moe_topk=2, expert_ffn_hidden_size=16),
+)
 
 
 @pytest.fixture
@@ -331,6 +339,22 @@ def test_multi_query_and_grouped_query_attention(kv_heads):
     heads = CloverHeads.from_target(model, "clover-2")
     assert (heads.config.num_key_value_heads, heads.config.head_dim) == (kv_heads, 6)
     check_the_copies(model, heads, ("attention", "MLP"))
+
+
+def test_layers_that_count_twice():
+    """As deep as the config says are only the lists inside such a layer."""
+    target = LongcatFlashForCausalLM(LongcatFlashConfig(**LONGCAT)).eval()
+    decoder, layers, norm = find_decoder(target)
+    assert (decoder, layers, norm) == (target.model, target.model.layers, target.model.norm)
+    heads = CloverHeads.from_target(target)
+    out = target.generate(random_ids(1, 4), max_new_tokens=8, assistant_model=heads, return_dict_in_generate=True)
+    assert out.speculation.method == "tree"
+
+
+@pytest.mark.parametrize("eps", [1e-12, 1.0])
+def test_norms_of_any_epsilon(eps):
+    """1.0 is what targets in transformers' own tests have."""
+    assert CloverHeads.from_target(make_llama(rms_norm_eps=eps)).config.rms_norm_eps == eps
 
 
 def test_norms_that_multiply_by_one_plus_their_weight():

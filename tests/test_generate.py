@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fitting import fit
+from noticed import Events
 from oracle import planted
 from transformers import (
     DynamicCache,
@@ -17,7 +18,6 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
-from transformers.generation.streamers import BaseStreamer
 from zoo import build, ragged_batch
 
 import hf_clover
@@ -234,17 +234,6 @@ def test_max_time_stops(model, heads):
     assert out.shape[1] == inputs["input_ids"].shape[1] + 1, (
         "plain generate emits one token and then looks at the clock"
     )
-
-
-class Events(BaseStreamer):
-    def __init__(self):
-        self.seen = []
-
-    def put(self, value):
-        self.seen.append(value.tolist())
-
-    def end(self):
-        self.seen.append("end")
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -6,26 +6,15 @@ import inspect
 import pytest
 import tiny_text
 import torch
+from noticed import Events
 from oracle import planted
 from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, TextStreamer
-from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 
 VOCABULARY, NEW = 16, 24
-
-
-class Events(BaseStreamer):
-    def __init__(self):
-        self.seen = []
-
-    def put(self, value):
-        self.seen.append(value.tolist())
-
-    def end(self):
-        self.seen.append("end")
 
 
 @pytest.fixture(scope="module")

@@ -244,8 +244,7 @@ def test_a_block_costs_what_its_slots_miss(kind):
     labels[1, 9:] = -100
     teacher = Teacher(target, heads)
     trainer = object.__new__(kind.trainer)
-    args = SimpleNamespace(loss_type="clover-2", hidden_loss_weight=None, bf16=False)
-    vars(trainer).update(teacher=teacher, args=args)
+    vars(trainer).update(teacher=teacher, args=SimpleNamespace(bf16=False))
     torch.manual_seed(3)
     loss, outputs = trainer.compute_loss(heads, {"input_ids": ids, "labels": labels}, return_outputs=True)
     torch.manual_seed(3)

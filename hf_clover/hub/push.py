@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def push_folder(
             **where,
         )
     with suppress(OSError):  # of a folder that nobody may write to: the push went through all the same
-        for path, text in _added(folder, kind, where["repo_id"], subfolder, heads, results, metadata).items():
+        made = _Repository(folder, kind, where["repo_id"], subfolder, heads, metadata)
+        for path, text in made.added(results).items():
             (folder / path).parent.mkdir(exist_ok=True)
             write_whole(folder / path, text)
     return commit
@@ -140,8 +142,8 @@ def files_to_push(
         )
     secrets = [secret for secret in (token, get_token()) if isinstance(secret, str)]
     files = {path.relative_to(folder).as_posix(): _content(path, secrets) for path in found}
-    added = _added(folder, kind, repo_id, subfolder, heads, results, metadata)
-    files |= {path: text.encode() for path, text in added.items()}
+    made = _Repository(folder, kind, repo_id, subfolder, heads, metadata)
+    files |= {path: text.encode() for path, text in made.added(results).items()}
     prefix = f"{subfolder}/" if subfolder else ""
     return {path if _is_code(path) else prefix + path: files[path] for path in sorted(files)}
 
@@ -206,14 +208,14 @@ def write_card(
         metadata: `license`, `language`, `tags`, ... What an earlier card had of them stays.
     """
     folder = Path(folder)
-    kind = _kind(folder, heads)
-    results = _results_of(folder, kind, heads, None)
-    if results is not None:
-        write_results(folder, **results)
-    text = _card_text(folder, kind, repo_id or folder.resolve().name, subfolder, heads, results, metadata)
+    made = _Repository(folder, _kind(folder, heads), repo_id or folder.resolve().name, subfolder, heads, metadata)
+    figures = made.figures(None)
+    if figures is not None:
+        write_results(folder, **figures)
+    text = made.card(figures)
     if text is not None:
         write_whole(folder / _CARD, text)
-    return _card_class(kind).load(folder / _CARD)
+    return _card_class(made.kind).load(folder / _CARD)
 
 
 # ---------------------------------------------------------------------- the folder
@@ -233,31 +235,56 @@ def _kind(folder: Path, heads: Any = None) -> str:
     )
 
 
-def _added(
-    folder: Path,
-    kind: str,
-    repo_id: str,
-    subfolder: str,
-    heads: Any,
-    results: Mapping[str, Any] | None,
-    metadata: dict[str, Any],
-) -> dict[str, str]:
-    """What the folder lacks, or has of an earlier time: each file's path there, and what is in it."""
-    added = generation_code() if kind == "heads" else {}  # also into a folder that an older version saved
-    figures = _results_of(folder, kind, heads, results)
-    if figures is not None:
-        added[RESULTS] = _as_text(figures)
-    card = _card_text(folder, kind, repo_id, subfolder, heads, figures, metadata)
-    return added if card is None else {**added, _CARD: card}
+@dataclass(frozen=True)
+class _Repository:
+    """What a folder is to become."""
 
+    folder: Path
+    kind: str
+    repo_id: str
+    subfolder: str
+    heads: Any
+    metadata: dict[str, Any]
 
-def _results_of(folder: Path, kind: str, heads: Any, results: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The folder's figures with those that are given; None where nothing is new in them."""
-    sections = dict(results or {})
-    if kind == "adapter" and heads is not None and "target" not in {**_read_json(folder / RESULTS), **sections}:
-        target = {"name": heads.config.target_name_or_path, "revision": heads.config.target_revision}
-        sections["target"] = {**target, "fingerprint": heads.config.target_fingerprint}
-    return _with_sections(folder / RESULTS, sections) if sections else None
+    def added(self, results: Mapping[str, Any] | None) -> dict[str, str]:
+        """What the folder lacks, or has of an earlier time: each file's path there, and what is in it."""
+        added = generation_code() if self.kind == "heads" else {}  # also into a folder that an older version saved
+        figures = self.figures(results)
+        if figures is not None:
+            added[RESULTS] = _as_text(figures)
+        card = self.card(figures)
+        return added if card is None else {**added, _CARD: card}
+
+    def figures(self, results: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """The folder's with those that are given; None where nothing is new in them."""
+        path, sections = self.folder / RESULTS, dict(results or {})
+        if self.kind == "adapter" and self.heads is not None and "target" not in {**_read_json(path), **sections}:
+            config = self.heads.config
+            target = {"name": config.target_name_or_path, "revision": config.target_revision}
+            sections["target"] = {**target, "fingerprint": config.target_fingerprint}
+        return _with_sections(path, sections) if sections else None
+
+    def card(self, figures: Mapping[str, Any] | None) -> str | None:
+        """None where somebody has written one by hand."""
+        folder, path, metadata = self.folder, self.folder / _CARD, dict(self.metadata)
+        if path.exists() and not _is_generated(path):
+            return None
+        is_ours = path.exists() and MARKER in path.read_text("utf-8")
+        earlier = _card_class(self.kind).load(path).data.to_dict() if is_ours else {}
+        kept = {name: earlier[name] for name in _KEPT if name in earlier}
+        kept["tags"] = [*listed(kept.get("tags")), *listed(metadata.pop("tags", None))]
+        card = render(
+            self.kind,
+            self.repo_id,
+            subfolder=self.subfolder,
+            config=self.heads.config.to_dict() if self.heads is not None else _read_json(folder / "config.json"),
+            adapter=_read_json(folder / "adapter_config.json") if self.kind == "adapter" else None,
+            results=_read_json(folder / RESULTS) if figures is None else figures,
+            parameters=_count_parameters(folder),
+            plots=sorted(file.name for pattern in ("*.png", "*.svg") for file in folder.glob(pattern)),
+            metadata={**kept, **metadata},
+        )
+        return without_tokens(str(card))
 
 
 def _with_sections(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,37 +295,6 @@ def _with_sections(path: Path, sections: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_text(results: Mapping[str, Any]) -> str:
     return without_tokens(json.dumps(results, indent=2, allow_nan=False)) + "\n"
-
-
-def _card_text(
-    folder: Path,
-    kind: str,
-    repo_id: str,
-    subfolder: str,
-    heads: Any,
-    results: Mapping[str, Any] | None,
-    metadata: dict[str, Any],
-) -> str | None:
-    """None where somebody has written one by hand."""
-    path, metadata = folder / _CARD, dict(metadata)
-    if path.exists() and not _is_generated(path):
-        return None
-    is_ours = path.exists() and MARKER in path.read_text("utf-8")
-    earlier = _card_class(kind).load(path).data.to_dict() if is_ours else {}
-    kept = {name: earlier[name] for name in _KEPT if name in earlier}
-    kept["tags"] = [*listed(kept.get("tags")), *listed(metadata.pop("tags", None))]
-    card = render(
-        kind,
-        repo_id,
-        subfolder=subfolder,
-        config=heads.config.to_dict() if heads is not None else _read_json(folder / "config.json"),
-        adapter=_read_json(folder / "adapter_config.json") if kind == "adapter" else None,
-        results=_read_json(folder / RESULTS) if results is None else results,
-        parameters=_count_parameters(folder),
-        plots=sorted(file.name for pattern in ("*.png", "*.svg") for file in folder.glob(pattern)),
-        metadata={**kept, **metadata},
-    )
-    return without_tokens(str(card))
 
 
 def _card_class(kind: str) -> type[ModelCard] | type[DatasetCard]:

@@ -73,7 +73,8 @@ def special_tokens_of(target: PreTrainedModel) -> dict[str, Any]:
 
 def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | None, nn.Module | None]:
     """The target's text decoder, its list of layers and its final norm (None where there is none)."""
-    depth = target.config.get_text_config(decoder=True).num_hidden_layers
+    config = target.config.get_text_config(decoder=True)
+    depths = (config.num_hidden_layers, getattr(config, "num_layers", None))  # a layer of LongCat-Flash counts twice
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
     if not list(decoder.children()):  # ModernBERT's `decoder` is its output layer
         decoder = target.base_model
@@ -81,7 +82,7 @@ def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | No
         if "vision" in name or "audio" in name:  # a tower may be as deep as the text decoder
             continue
         children = dict(module.named_children())
-        lists = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) == depth]
+        lists = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) in depths]
         if lists:
             norms = [c for name, c in children.items() if name in FINAL_NORM_NAMES]
             return module, lists[0], norms[-1] if norms else None

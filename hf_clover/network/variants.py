@@ -116,7 +116,7 @@ INTEGERS = {
 }
 MAY_BE_NONE = ("head_dim", "draft_depth", "draft_vocab_size")
 NUMBERS = {
-    "rms_norm_eps": (1e-12, 1e-1),
+    "rms_norm_eps": (1e-12, 1.0),
     "initializer_range": (0.0, 1.0),
     "embedding_scale": (1e-6, 1e6),
     "hidden_state_scale": (1e-6, 1e6),

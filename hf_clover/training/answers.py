@@ -207,7 +207,12 @@ class EndpointAnswers:
         try:
             places = {pool.submit(self._answer, prompt): place for place, prompt in enumerate(prompts)}
             for future in as_completed(places):
-                yield places[future], future.exception() or future.result()  # type: ignore[misc]
+                answer: str | Exception
+                try:
+                    answer = future.result()
+                except Exception as error:
+                    answer = error
+                yield places[future], answer
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -90,6 +90,8 @@ def follow_recipe(args: CloverTrainingConfig, heads: DraftHeads, peft_config: An
         args.loss_type = config.loss_type
         if args.hidden_loss_weight is None:
             args.hidden_loss_weight = config.hidden_loss_weight
+    elif args.loss_type != "clover-2" and args.hidden_loss_weight is None:
+        args.hidden_loss_weight = 0.0  # another loss than the one that the heads' weight is of
     has_own = optimizer is not None or args.optim != type(args).__dataclass_fields__["optim"].default
     is_sharded = bool(args.fsdp or args.deepspeed_plugin or os.environ.get("ACCELERATE_USE_FSDP") == "true")
     reasons = {

@@ -254,14 +254,13 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
 
     @property
     def _loss_terms(self) -> LossTerms:
-        args, config = self.args, self.heads.config
-        has_hidden_term = args.loss_type == "clover-2" or args.hidden_loss_weight is not None
+        config = self.heads.config  # where `_write_down_loss_weights` has put those of the arguments
         return LossTerms(
             score=self.heads.score,
             target_score=self.heads.target_score,
             vocab_size=config.draft_vocab_size or config.vocab_size,
-            token_loss=cast(str, args.loss_type),
-            hidden_weight=config.hidden_loss_weight if has_hidden_term else 0.0,
+            token_loss=config.loss_type,
+            hidden_weight=config.hidden_loss_weight,
             token_weight=config.token_loss_weight,
         )
 

@@ -172,3 +172,16 @@ def test_an_endpoint(tmp_path: Path, endpoint: str) -> None:
     assert (first["max_tokens"], first["temperature"]) == (7, 0.0)
     chats = regenerate(CHATS, answers, tmp_path / "chats")
     assert chats[0]["completion"] == [{"role": "assistant", "content": "re w0"}]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_is_no_answer_of_an_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
+) -> None:
+    def ends(self: EndpointAnswers, prompt: Any) -> str:
+        raise kind
+
+    monkeypatch.setattr(EndpointAnswers, "_answer", ends)
+    with pytest.raises(kind):
+        regenerate(PROMPTS, EndpointAnswers("http://127.0.0.1:9/v1", "target"), tmp_path)
+    assert not (tmp_path / ".progress" / "answers-00000.jsonl").read_text()

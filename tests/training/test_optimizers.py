@@ -201,6 +201,16 @@ def test_what_the_user_says_goes_first(tmp_path: Path) -> None:
     assert (kept._loss_terms.token_loss, kept._loss_terms.hidden_weight) == ("clover-2", 2.0)
 
 
+def test_heads_go_on_with_the_loss_that_they_were_trained_with(tmp_path: Path) -> None:
+    """Of a loss without a hidden term, the weight of the variant's hidden term is not theirs."""
+    first = make_trainer(tmp_path, make_target(), loss_type="kl", model_init_kwargs={"variant": "clover-2"})
+    assert (first._loss_terms.token_loss, first._loss_terms.hidden_weight) == ("kl", 0.0)
+    first.heads.save_pretrained(tmp_path / "heads")
+    options = {"model": str(tmp_path / "heads")}
+    second = make_trainer(tmp_path, make_target(), options=options, model_init_kwargs=None)
+    assert (second._loss_terms.token_loss, second._loss_terms.hidden_weight) == ("kl", 0.0)
+
+
 def test_muon_can_train_any_variant(tmp_path: Path) -> None:
     options = {"variant": "clover-2", "num_heads": 2}
     runs = []
