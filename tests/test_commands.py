@@ -95,11 +95,13 @@ def test_version(run):
 
 @pytest.mark.parametrize("command", ["generate", "chat", "benchmark"])
 def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, command):
-    monkeypatch.setattr(inputs, "STAND_IN", tmp_path / "nowhere")
+    monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     said = run(command, stdin=PROMPT)
     assert (said.code, said.out) == (2, "")
-    assert said.err == f"hf-clover: there is no stand-in at {tmp_path / 'nowhere'}: pass `--target`, a model's id " + (
-        "or its folder.\n"
+    assert (
+        said.err
+        == f"hf-clover: there is no stand-in at {tmp_path / 'stand_in'}: pass `--target`, a model's id "
+        + ("or its folder.\n")
     )
 
 
@@ -157,11 +159,14 @@ def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):
         check_path(name, "target")
 
 
-def test_the_stand_in_is_the_default(run, monkeypatch, folder, target):
-    monkeypatch.setattr(inputs, "STAND_IN", folder)
+def test_the_stand_in_is_the_default(run, monkeypatch, folder, target, tmp_path):
+    (tmp_path / "stand_in").symlink_to(folder)
+    monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     said = run("generate", PROMPT, "--max-new-tokens", "30")
     assert said.out == PROMPT + continuation(target, PROMPT, 30) + "\n"
     assert float(FIGURES.search(said.err)[1]) > 1, "with its heads"
+    assert said.err.startswith(f"No `--target`: this is stand-in, from {tmp_path / 'stand_in' / 'target'}\n")
+    assert "Loading weights" not in said.err
 
 
 @pytest.mark.parametrize(
