@@ -43,7 +43,7 @@ def main() -> None:
 def picture(ours: StepRecord, plain: StepRecord, tokenizer, theme: dict[str, str]) -> str:
     top = MARGIN + 3 * LINE
     sides = [side_of(record, tokenizer, x, top, theme) for record, x in zip((ours, plain), (MARGIN, WIDTH // 2 + 6))]
-    bottom = max(y for _, y in sides) + 2 * LINE
+    bottom = max(y for _, y in sides) + 0.8 * LINE
     lasts = max(ours.seconds, plain.seconds) + STAYS
     parts = [
         text(MARGIN, MARGIN + SIZE, f"> {QUESTIONS[0]}", theme["text"], "bold"),
@@ -56,11 +56,11 @@ def picture(ours: StepRecord, plain: StepRecord, tokenizer, theme: dict[str, str
             colour = theme["free"] if record is ours else theme["dim"]
             place = f'x="{x + begin * COLUMN:.1f}" y="{bottom}" width="{(end - begin) * COLUMN + 0.5:.1f}" height="6"'
             parts.append(f'<rect {place} fill="{colour}">{hidden_until(moment)}</rect>')
-        said = text(x, bottom + 2.2 * LINE, f"{len(record.tokens)} tokens in {record.seconds:.1f} s", theme["text"])
+        said = text(x, bottom + 1.4 * LINE, f"{len(record.tokens)} tokens in {record.seconds:.1f} s", theme["text"])
         parts.append(f"<g>{said}{hidden_until(record.seconds)}</g>")
-    said = text(MARGIN, bottom + 3.7 * LINE, verdict(ours, plain), theme["free"], "bold")
+    said = text(MARGIN, bottom + 2.8 * LINE, verdict(ours, plain), theme["free"], "bold")
     parts.append(f"<g>{said}{hidden_until(lasts - STAYS)}</g>")
-    height = bottom + 4.4 * LINE
+    height = bottom + 3.7 * LINE
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" font-family="{FONT}" '
         f'font-size="{SIZE}">\n'
@@ -135,9 +135,10 @@ def bar_of(record: StepRecord) -> list[tuple[float, float, float]]:
 
 
 def text(x: float, y: float, words: str, colour: str, weight: str = "normal") -> str:
+    """As wide as the first of the fonts makes it, whichever it is."""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-weight="{weight}" xml:space="preserve">'
-        f"{escape(words)}</text>"
+        f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-weight="{weight}" xml:space="preserve" '
+        f'textLength="{len(words) * LETTER:.1f}" lengthAdjust="spacingAndGlyphs">{escape(words)}</text>'
     )
 
 

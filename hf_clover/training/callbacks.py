@@ -152,7 +152,7 @@ class AcceptanceCallback(TrainerCallback):
             trainer.model.train(was_training)
             control.should_log = should_log  # the training's own line is still to come
             if trainer.accelerator.is_main_process:
-                tokens = f"{measured['tokens_per_forward']:.2f} tokens per forward"
+                tokens = f"{measured['tokens_per_forward']:.2f} tokens per forward by generate"
                 tqdm.write(f"Step {step}, {tokens}. A sample:\n{sample}")
         return self._measured
 
@@ -262,7 +262,14 @@ class OneLine(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.began, self.first_step = time.perf_counter(), state.global_step
-        self.tokens_before = next((line["num_tokens"] for line in state.log_history[::-1] if "num_tokens" in line), 0)
+        self.tokens = next((line["num_tokens"] for line in state.log_history[::-1] if "num_tokens" in line), 0.0)
+        self.since: float | None = None  # the first step after the last log began, and all that came between is over
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.since is None:
+            self.since = time.perf_counter()
 
     def on_step_end(
         self,
@@ -298,11 +305,12 @@ class OneLine(TrainerCallback):
             return
         said = [f"loss {logs[f'{prefix}loss']:.3f}"]
         if (length := logs.get(f"{prefix}acceptance_length/top1")) is not None:
-            said.append(f"{length:.2f} tokens per forward")
-        done, seconds = state.global_step - self.first_step, time.perf_counter() - self.began
-        if not prefix and done:
-            said.append(f"{(logs.get('num_tokens', 0) - self.tokens_before) / seconds:,.0f} tokens/s")
-            said.append(f"{_in_words(seconds / done * (state.max_steps - state.global_step))} to go")
+            said.append(f"{length:.2f} tokens per forward of this text")
+        if not prefix and self.since is not None:
+            now, done = time.perf_counter(), state.global_step - self.first_step
+            said.append(f"{(logs.get('num_tokens', 0) - self.tokens) / (now - self.since):,.0f} tokens/s")
+            said.append(f"{_in_words((now - self.began) / done * (state.max_steps - state.global_step))} to go")
+            self.tokens, self.since = logs.get("num_tokens", 0), None
         what = "evaluated" if prefix else "learned"
         tqdm.write(f"Step {state.global_step} of {state.max_steps}, {what}: {', '.join(said)}")
 
