@@ -18,10 +18,9 @@ def test_each_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     first, second, evaluated = capsys.readouterr().out.splitlines()
     one, two = (line for line in trainer.state.log_history if "loss" in line)
     (line,) = (line for line in trainer.state.log_history if "eval_loss" in line)
-    assert first.startswith(
-        f"Step 1 of 2, learned: loss {one['loss']:.3f}, {one['acceptance_length/top1']:.2f} tokens per forward of this "
-        "text, "
-    )
+    length = one["acceptance_length/top1"]
+    said = f"Step 1 of 2, learned: loss {one['loss']:.3f}, {length:.2f} tokens per forward of this text, "
+    assert first.startswith(said)
     assert first.endswith(" to go")
     assert second.startswith(f"Step 2 of 2, learned: loss {two['loss']:.3f}, ")
     assert second.endswith(" tokens/s, 0 s to go")
