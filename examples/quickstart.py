@@ -76,8 +76,8 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     console.print("\nGo on talking, or train heads for a model of your own and measure them:", style="bold")
     console.print(
         "  hf-clover chat --pack\n"
-        "  hf-clover train --teacher_model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --packing "
-        "--output_dir my-heads\n"
+        "  hf-clover train --teacher_model_name_or_path Qwen/Qwen3-0.6B --packing \\\n"
+        "      --dataset_name trl-lib/Capybara --output_dir my-heads\n"
         "  hf-clover benchmark --target Qwen/Qwen3-0.6B --heads my-heads",
         soft_wrap=True,
     )

