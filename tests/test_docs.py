@@ -57,10 +57,11 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture
 def elsewhere(models, tmp_path, monkeypatch) -> Path:
     """A working directory with what the pages name: their repositories are folders here."""
-    for name in ("org/target", "Qwen/Qwen3-0.6B"):
+    for name in ("org/target", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"):
         shutil.copytree(models / "target", tmp_path / name)
         (tmp_path / name / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    shutil.copytree(models / "heads", tmp_path / "org/clover-heads")
+    for name in ("org/clover-heads", "examples/smollm2/heads"):
+        shutil.copytree(models / "heads", tmp_path / name)
     target = AutoModelForCausalLM.from_pretrained(models / "target")
     Eagle3Heads.from_target(target).save_pretrained(tmp_path / "org/eagle3-heads")
     said = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "return x[a:b]\n" * 8}]
@@ -120,6 +121,10 @@ def check_options(name: str, words: list[str]) -> None:
         assert {word for word in words if word.startswith("--")} <= known
         return
     typer.main.get_command(cli.app).commands[name].make_context(name, words)
+
+
+def test_the_readme_is_one_page():
+    assert (ROOT / "README.md").stat().st_size <= 7 * 1024
 
 
 def test_the_promise_of_the_same_tokens_says_where_it_holds():

@@ -1,7 +1,9 @@
 """The examples, as a newcomer runs them: the stand-in as it lies in the repository, and how it is made, in small."""
 
 import importlib.util
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_text import save_folders
+from tiny_text import ASCII, CHAT_TEMPLATE, save_folders
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_clover.measure.benchmark import measure, plain, with_heads
@@ -36,59 +38,73 @@ def stand_in():
     return AutoModelForCausalLM.from_pretrained(STAND_IN / "target", dtype=torch.float32), tokenizer
 
 
-def test_the_quick_start_from_the_command_line(tmp_path):
-    command = [sys.executable, EXAMPLES / "quickstart.py", "--max-new-tokens", "12", "--output", tmp_path / "q.png"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def no_way_to_smollm2(monkeypatch):
+    """Neither a Hub nor a registry."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", os.devnull)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+
+
+def test_the_quick_start_from_the_command_line(no_way_to_smollm2):
+    command = [sys.executable, EXAMPLES / "quickstart.py", "--max-new-tokens", "40"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "100"})
+    said, words = said.stdout, " ".join(said.stdout.split())
     assert "\x1b" not in said, "no colour where there is no terminal"
-    assert re.search(r"clover-x .*yes", said)
+    assert "(HuggingFaceTB/SmolLM2-135M-Instruct: HF_HUB_OFFLINE is set) nor" in words
+    assert "so the stand-in, a small model of Python code in this repository, does it" in words
+    assert len(re.findall(r"^(?:with heads|plain generate) +━{36} +40 tokens +\d+\.\d s *$", said, re.MULTILINE)) == 2
+    assert re.search(r"^\d+\.\d times as fast, the same 40 tokens\.$", said, re.MULTILINE)
     assert "hf-clover train" in said
-    assert (tmp_path / "q.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_quick_start_measures_what_it_shows(tmp_path, capsys):
-    result = load("quickstart").main(["--output", str(tmp_path / "q.png")])
+def test_the_quick_start_asks_a_model_that_answers(tmp_path, capsys):
+    """As SmolLM2 does, in small: with a chat template."""
+    save_folders(tmp_path, says=ASCII)
+    (tmp_path / "target" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    folders = ["--target", str(tmp_path / "target"), "--heads", str(tmp_path / "heads")]
+    ours, plain = load("quickstart").main([*folders, "--max-new-tokens", "30"])
     said = capsys.readouterr().out
-    assert f"{result['rows'][1]['tokens_per_forward']:.2f}" in said
-    assert result["rows"][1]["identical"] is True
-    assert result["rows"][1]["tokens_per_forward"] > 2
-    assert [row["method"] for row in result["rows"]] == ["plain", "clover-x", "prompt-lookup"]
+    assert "> Give me three tips for falling asleep." in said
+    assert "[user]" not in said, "the template is not shown"
+    assert ours.tokens == plain.tokens
+    assert max(map(len, ours.steps)) > 1 == max(map(len, plain.steps))
+    free = sum(len(step) - 1 for step in ours.steps if step)
+    assert f"In green: {free} of 30 tokens came free" in said
+    assert "times as fast, the same 30 tokens." in said
 
 
-def test_the_quick_start_says_one_speed_and_where_it_is_unsure(capsys):
+def test_the_race_says_where_texts_part():
     quickstart = load("quickstart")
-    figures = {"tokens_per_forward": 2.0, "identical": True, "tokens_per_second": 137.0}
-    figures |= {"tokens_per_second_range": [130.0, 140.0]}
-    steady = [
-        {**figures, "method": "plain", "speedup": 1.0, "speedup_range": [1.0, 1.0], "identical": None},
-        {**figures, "method": "clover-x", "speedup": 1.35, "speedup_range": [1.3, 1.4]},
-    ]
-    console = quickstart.Console(width=100)
-    console.print(quickstart.table_of(steady))
-    said = capsys.readouterr().out
-    assert "1.35 (1.30 to 1.40)" in said
-    assert "137" not in said, "rates beside it are medians of their own, which no reader can divide"
-    assert quickstart.doubts(steady, load=0.1, cores=2) == ""
-    scattered = [steady[0], {**steady[1], "speedup_range": [0.99, 1.4]}]
-    assert quickstart.doubts(scattered, load=0.1, cores=2) == (
-        "The runs are far apart (clover-x 0.99 to 1.40): run it again on an idle machine before you believe it.\n"
+    ours, plain = quickstart.StepRecord(), quickstart.StepRecord()
+    ours.steps, ours.seconds, plain.steps, plain.seconds = [[5, 6], [7]], 1.0, [[5], [6], [8]], 2.0
+    assert quickstart.verdict(ours, plain) == (
+        "2.0 times as fast, and the first 2 tokens the same: the next draw fell on an edge (docs/generation.md)."
     )
-    assert quickstart.doubts(steady, load=1.6, cores=2) == (
-        "Other programs ran here when this began (load average 1.6 on 2 cores): run it again on an idle machine "
-        "before you believe it.\n"
-    )
+    plain.steps = [[5], [6], [7]]
+    assert quickstart.verdict(ours, plain) == "2.0 times as fast, the same 3 tokens."
+
+
+def test_drawing_the_race_is_no_part_of_plain_generates_time(monkeypatch):
+    quickstart = load("quickstart")
+    now = iter([0.0, 1.0, 1.0, 31.0, 32.0, 32.0, 62.0])  # the start; each token: its time, then drawing for 30 s
+    monkeypatch.setattr(quickstart.time, "perf_counter", lambda: next(now))
+    plain = quickstart.Plain(quickstart.StepRecord(), quickstart.Console(file=io.StringIO()))
+    plain._start = quickstart.time.perf_counter()
+    for token in (3, 4, 5):  # the first is the prompt
+        plain.put(torch.tensor([token]))
+    assert plain.times == [1.0, 2.0]
 
 
 def test_the_quick_start_shows_no_text_that_runs_in_circles(stand_in):
     target, tokenizer = stand_in
     quickstart = load("quickstart")
-    for number, prompt in enumerate(load_prompts("stand-in", tokenizer, limit=3)):
-        torch.manual_seed(quickstart.SEED + number)
-        out = target.generate(
-            torch.tensor([prompt]), max_new_tokens=128, do_sample=True, temperature=quickstart.TEMPERATURE
-        )
-        ids = out[0].tolist()
-        runs = Counter(tuple(ids[place : place + 8]) for place in range(len(ids) - 7))
-        assert max(runs.values()) <= 2, tokenizer.decode(ids)
+    (prompt,) = load_prompts("stand-in", tokenizer, limit=1)
+    torch.manual_seed(quickstart.SEEDS["stand-in"])
+    out = target.generate(torch.tensor([prompt]), max_new_tokens=200, **quickstart.SAMPLING)
+    ids = out[0].tolist()
+    runs = Counter(tuple(ids[place : place + 8]) for place in range(len(ids) - 7))
+    assert max(runs.values()) <= 2, tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("folder", HEADS)

@@ -194,6 +194,43 @@ def test_the_model_does_not_command_the_terminal(tokenizer):
         assert written(console) == expected + "\ta\x0cb\r", "nothing else is touched"
 
 
+def screen(text: str) -> list[str]:
+    """The lines that a terminal shows: it goes back and clears where it is told to."""
+    lines = [""]
+    for back, char in re.findall(r"\x1b\[(\d+)D\x1b\[K|(.)", ANY_COLOUR.sub("", text), re.DOTALL):
+        if back:
+            lines[-1] = lines[-1][: -int(back)]
+        elif char == "\n":
+            lines.append("")
+        else:
+            lines[-1] += char
+    return lines
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+def test_a_line_ends_between_words(tokenizer, size):
+    """Whatever the pieces are that a text comes in."""
+    text = "a bicycle stays upright\n    when it    goes fast enough, whichever way it has been made  ab"
+    live = LiveStreamer(tokenizer, terminal(width=16))
+    for begin in range(0, len(text), size):
+        live._write(text[begin : begin + size], "bold green" if begin % 2 else None)
+    lines = screen(written(live.console))
+    assert [line.rstrip() for line in lines] == [
+        "a bicycle stays", "upright", "    when it", "goes fast", "enough,", "whichever way", "it has been", "made  ab"
+    ]  # fmt: skip
+    assert all(len(line) < 16 for line in lines if not line.endswith(" "))
+
+
+def test_what_is_longer_than_a_line_is_left_to_the_terminal(tokenizer):
+    live = LiveStreamer(tokenizer, terminal(width=10, color_system=None))
+    for piece in ("an ", "abcde", "fghijklmnop", " end"):
+        live._write(piece, None)
+    assert screen(written(live.console)) == ["an abcdefghijklmnop ", "end"]
+    live = LiveStreamer(tokenizer, terminal(width=10, color_system=None))
+    live._write("漢字漢字漢字", None)
+    assert screen(written(live.console)) == ["漢字漢字", "漢字"], "a line may end after any of them"
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 

@@ -6,15 +6,18 @@ import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib
 import pytest
 from PIL import Image
+from tiny_text import make_tokenizer
 
 from hf_clover.measure import plots
 from hf_clover.measure.plots import THEMES, _looks, draw, figure_of, plot, settings
+from hf_clover.measure.step_record import StepRecord
 
-pytestmark = pytest.mark.long("hf_clover/measure")
+pytestmark = pytest.mark.long("hf_clover/measure", "examples/quickstart.py", "examples/race_picture.py")
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("plain", "clover-2", "medusa", "prompt-lookup", "assistant:my-org/some-model-0.5b")
@@ -320,6 +323,39 @@ def test_an_axis_that_begins_elsewhere_makes_nothing_small_look_large(values, be
     panels = [{"kind": "lines", "title": "p", "series": [{"label": "a", "x": [1, 2], "y": values}]}]
     bottom = panel(page_of({"title": "t", "panels": panels}), "p").get_ylim()[0]
     assert bottom == begins if begins is not None else 0 < bottom < min(values)
+
+
+def test_what_is_compared_with_is_inside_the_axis():
+    reference = {"y": 1.0, "label": "plain generate"}
+    series = [{"label": "a", "x": [1, 2], "y": [0.31, 0.3]}]
+    panels = [{"kind": "lines", "title": "p", "series": series, "reference": reference}]
+    low, high = panel(page_of({"title": "t", "panels": panels}), "p").get_ylim()
+    assert low <= 0.3
+    assert high > 1.0
+
+
+def test_the_picture_of_the_race_has_every_token_at_its_time(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = runpy.run_path(str(ROOT / "examples" / "race_picture.py"))
+    tokenizer = make_tokenizer()
+    ids = tokenizer("a line that has to be broken since it is longer than its column\n\nabc").input_ids
+    ours, plain = StepRecord(), StepRecord()
+    ours.steps, ours.times, ours.seconds = [ids[:5], ids[5:]], [0.25] * 5 + [1.0] * (len(ids) - 5), 1.0
+    plain.steps, plain.times, plain.seconds = [[token] for token in ids], [0.1 * n for n in range(len(ids))], 8.0
+    svg = ElementTree.fromstring(example["picture"](ours, plain, tokenizer, example["THEMES"]["-dark"]))
+    tag = "{http://www.w3.org/2000/svg}"
+    groups = [(group.findall(f"{tag}text"), group.find(f"{tag}set")) for group in svg.iter(f"{tag}g")]
+    of_ours, of_plain = groups[:2], groups[3 : 3 + len(ids)]
+    assert [moment.get("dur") for _, moment in of_ours] == ["0.25s", "1.00s"]
+    assert "".join(text.text for text in of_ours[0][0]) == "a lin"
+    assert [text.get("fill") == "#3fb950" for text in of_ours[0][0]] == [True] * 4 + [False]
+    assert "".join(text.text for texts, _ in of_plain for text in texts) == tokenizer.decode(ids).replace("\n", "")
+    lines = {float(text.get("y")) for texts, _ in of_plain for text in texts}
+    assert len(lines) == 3, "two of the first, and one behind an empty one"
+    assert max(float(text.get("x")) + float(text.get("textLength")) for texts, _ in of_plain for text in texts) < 937
+    assert any("8.0 times as fast, the same" in (text.text or "") for text in svg.iter(f"{tag}text"))
+    for name in ("race.svg", "race-dark.svg"):
+        assert (ROOT / "examples" / "pictures" / name).stat().st_size < 200_000
 
 
 @pytest.mark.parametrize(("value", "said"), [(1_000_000, "1,000,000"), (0.003, "0.003"), (16, "16")])

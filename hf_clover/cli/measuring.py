@@ -38,7 +38,7 @@ def benchmark(
             show_default=False,
         ),
     ] = None,
-    prompts: Prompts = "stand-in",
+    prompts: Prompts = None,
     num_prompts: Annotated[
         int | None,
         typer.Option(
@@ -85,8 +85,9 @@ def benchmark(
     trees: Sequence[str | None] = tree or [None]
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
     from ..measure import benchmark as bench
-    from ..measure.prompts import load_questions
+    from ..measure.prompts import default_prompts, load_questions
 
+    prompts = prompts or default_prompts(tokenizer)
     methods = [bench.plain()]
     if assistant is not None:
         methods += [bench.with_heads(assistant, nodes=count, tree=shape) for shape, count in product(trees, counts)]

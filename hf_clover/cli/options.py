@@ -28,7 +28,11 @@ class ManyValues(typer.core.TyperCommand):
 
 # Of all commands that load a model.
 Target = Annotated[
-    str | None, typer.Option(help="The target: an id or a folder. Default: the stand-in.", show_default=False)
+    str | None,
+    typer.Option(
+        help="The target: an id or a folder. Default: SmolLM2 once the quick start has got it, else the stand-in.",
+        show_default=False,
+    ),
 ]
 GgufFile = Annotated[
     str | None,
@@ -36,7 +40,9 @@ GgufFile = Annotated[
 ]
 Heads = Annotated[
     str | None,
-    typer.Option(help="Its heads. Default: the stand-in's, or none where --target is given.", show_default=False),
+    typer.Option(
+        help="Its heads. Default: the default target's, or none where --target is given.", show_default=False
+    ),
 ]
 Dtype = Annotated[
     str,
@@ -69,7 +75,14 @@ def one_of(flag: str, words: list[str], known: tuple[str, ...]) -> list[str]:
 
 # Of the commands that go through prompts at several settings.
 TREES, CACHES = CHOICES["draft_tree"], ("dynamic", "static")
-Prompts = Annotated[str, typer.Option(help="stand-in, a .jsonl file of questions, a .txt file, or a dataset.")]
+Prompts = Annotated[
+    str | None,
+    typer.Option(
+        help="everyday (questions that people ask), stand-in (starts of Python functions), a .jsonl file of "
+        "questions, a .txt file, or a dataset. Default: everyday where the target has a chat template, else stand-in.",
+        show_default=False,
+    ),
+]
 NumPrompts = Annotated[int, typer.Option(min=1, help="How many of them.")]
 BatchSizes = Annotated[list[int], typer.Option(min=1, help="Prompts at once.")]
 NodeCounts = Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .inputs import load, remember_texts
+from .inputs import at_hand, load, remember_texts
 from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Pack, Remember, Target, TrustRemoteCode
 
 
@@ -40,7 +40,7 @@ def serve(
     """Serve a target over HTTP to programs that speak OpenAI's interface, with heads in every request.
 
     Chat and text completions and responses, streamed or not, one request after the other. Clients name the model as
-    --target does ("stand-in" without it). Needs the extra `serve`. docs/cli.md says what is refused, bounded and
+    --target does, or as is said at the start. Needs the extra `serve`. docs/cli.md says what is refused, bounded and
     cancelled, and what belongs in front of a server in the open.
 
     Move to an engine with continuous batching, such as vLLM, once more requests wait on average than a forward gives
@@ -67,5 +67,5 @@ def serve(
             err=True,
             fg="yellow",
         )
-    name = target or "stand-in"
+    name = target or at_hand().name
     run(model, tokenizer, assistant, name, host, port, api_key=api_key, allow_chat_templates=allow_chat_templates)

@@ -29,7 +29,7 @@ def verify(
     target: Target = None,
     gguf_file: GgufFile = None,
     heads: Heads = None,
-    prompts: Prompts = "stand-in",
+    prompts: Prompts = None,
     num_prompts: NumPrompts = 8,
     batch_size: BatchSizes = [1, 3],  # noqa: B006
     nodes: NodeCounts = ["auto", "4", "24"],  # noqa: B006
@@ -54,8 +54,9 @@ def verify(
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
     from ..measure import losslessness as verification
-    from ..measure.prompts import load_prompts
+    from ..measure.prompts import default_prompts, load_prompts
 
+    prompts = prompts or default_prompts(tokenizer)
     result = verification.verify(
         model,
         tokenizer,

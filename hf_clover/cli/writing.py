@@ -71,7 +71,15 @@ def chat(
     gguf_file: GgufFile = None,
     heads: Heads = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
-    temperature: Temperature = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="0 for greedy. Default: the target's own settings, or 0.7 where those are greedy, as small models "
+            "run in circles so.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Seed = None,
     num_assistant_tokens: NumAssistantTokens = None,
     remember: Remember = 0,
@@ -85,6 +93,9 @@ def chat(
     A target without a chat template continues your text. In green: the tokens that came free. Ctrl-C stops an
     answer; /exit or Ctrl-D leaves; /help says more.
 
+    The line after an answer compares its speed with plain generate's, by the plain steps that are made now and then to
+    choose the size of the tree; with --num-assistant-tokens there are none.
+
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
@@ -97,6 +108,8 @@ def chat(
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  (arrow keys and a history in `input`)
+    if temperature is None and not model.generation_config.do_sample:
+        temperature = 0.7
     settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
     conversation = Conversation(model, tokenizer, assistant, max_new_tokens, **settings)
     run(conversation, Console(), read=lambda: input("> " if sys.stdin.isatty() else ""))

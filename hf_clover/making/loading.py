@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".gguf", ".safetensors")
 READERS = ("gguf", "accelerate")  # what transformers needs for a GGUF file; the extra `gguf`
@@ -36,6 +38,14 @@ def load_tokenizer(name: str, gguf_file: str | None = None, **options: Any) -> P
         return AutoTokenizer.from_pretrained(name, **options)
 
 
+def hide_loading_bars() -> None:
+    """transformers' bars of reading and writing weights; the Hub's of downloads stay."""
+    were_off = are_progress_bars_disabled()
+    logging.disable_progress_bar()  # the Hub's too
+    if not were_off:
+        enable_progress_bars()
+
+
 def gguf_file_of(model: PreTrainedModel) -> str | None:
     """The file that a target is from; where `from_pretrained` has packed it, its config says so."""
     packed = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -51,14 +61,14 @@ def check_path(name: "str | os.PathLike[str]", what: str) -> None:
         return
     is_path = name.startswith((".", "/", "~", "\\")) or name.rstrip("/").count("/") > 1 or path.suffix in FILES
     may_be_either = "/" in name and path.parent.is_dir()  # org/name, and a folder called org is here
-    if is_path or (may_be_either and not _is_on_the_hub(name, "dataset" if what == "dataset" else "model")):
+    if is_path or (may_be_either and not is_on_the_hub(name, "dataset" if what == "dataset" else "model")):
         raise ValueError(
             f"the {what} {name!r} is not here: there is no such file or folder. Check the spelling, or pass an id of "
             "the Hub, such as org/name."
         )
 
 
-def _is_on_the_hub(name: str, repo_type: str) -> bool:
+def is_on_the_hub(name: str, repo_type: str) -> bool:
     """Whether it is in the Hub's cache here or, by one request, on the Hub."""
     cached = Path(constants.HF_HUB_CACHE, f"{repo_type}s--{name.replace('/', '--')}")
     if cached.is_dir():
@@ -102,4 +112,12 @@ def _reading(name: str, gguf_file: str | None) -> Iterator[None]:
         ) from error
 
 
-__all__ = ["READERS", "check_path", "gguf_file_of", "load_target", "load_tokenizer"]
+__all__ = [
+    "READERS",
+    "check_path",
+    "gguf_file_of",
+    "hide_loading_bars",
+    "is_on_the_hub",
+    "load_target",
+    "load_tokenizer",
+]

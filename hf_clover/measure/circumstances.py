@@ -63,12 +63,20 @@ def template_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question |
     return {"chat_template": made(), "thinking": thinking}
 
 
+def _name_of(target: PreTrainedModel) -> str:
+    """Of its repository or folder; where a folder is called what it is, what its config says."""
+    name = Path(target.config.name_or_path or "").name
+    if name not in ("", "target", "model"):
+        return name
+    return f"{target.config.model_type} of {target.num_parameters() / 1e6:.1f} M parameters"
+
+
 def circumstances(
     target: PreTrainedModel, prompt_set: str, prompts: Sequence[Any], max_new_tokens: int
 ) -> dict[str, Any]:
     """What was asked of whom, where and when."""
     return {
-        "target": Path(target.config.name_or_path or "").name,
+        "target": _name_of(target),
         "prompts": Path(prompt_set).name,
         "num_prompts": len(prompts),
         "max_new_tokens": max_new_tokens,

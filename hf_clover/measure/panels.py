@@ -85,7 +85,8 @@ def _draw_lines(drawn: Drawn, panel: Mapping[str, Any], looks: Mapping[str, tupl
             axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0, zorder=2)
     axes.grid(True, linewidth=0.8)
     axes.margins(x=0.03)
-    bottom, top = axes.dataLim.y0, axes.dataLim.y1
+    levels = [axes.dataLim.y0, axes.dataLim.y1, *([panel["reference"]["y"]] if "reference" in panel else [])]
+    bottom, top = min(levels), max(levels)
     if 0 <= bottom < top / 3 or bottom > 0.8 * top > 0:
         axes.set_ylim(0, 1.06 * top)  # nothing hides below, and nothing small looks large
     if axes.dataLim.y1 >= 10_000:
@@ -100,7 +101,7 @@ def _draw_lines(drawn: Drawn, panel: Mapping[str, Any], looks: Mapping[str, tupl
         axes.set_xticks(sorted(places))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
     elif all(float(x).is_integer() for x in places):
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def _draw_bars(

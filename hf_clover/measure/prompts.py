@@ -30,6 +30,18 @@ HELD_OUT = (
     "textwrap", "timeit", "uuid", "wave", "zipapp",
 )  # fmt: skip
 STAND_IN = "stand-in"
+# What people ask, of several kinds, for a target with a chat template.
+EVERYDAY = "everyday"
+QUESTIONS = (
+    "Give me three tips for falling asleep.",
+    "What makes a good teacher?",
+    "Write a short letter to a friend who has moved away.",
+    "Why do leaves change their colour in autumn?",
+    "Write a Python function that counts the words in a text.",
+    "A train leaves at 14:20 and needs two hours and 45 minutes. When does it arrive?",
+    "Translate into French: The weather is lovely today, so we eat in the garden.",
+    "Explain to a child what money is for.",
+)
 SPEC_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "translation",
     "summarization", "qa", "math_reasoning", "rag",
@@ -55,6 +67,11 @@ class Question:
         if tokenizer.chat_template is None:
             return prompt_ids(tokenizer, "\n\n".join(message["content"] for message in messages))
         return prompt_ids(tokenizer, messages)
+
+
+def default_prompts(tokenizer: Any) -> str:
+    """The set to take where nobody names one: questions for a target that is made to answer them."""
+    return STAND_IN if tokenizer.chat_template is None else EVERYDAY
 
 
 def prompt_after(prompt: Question | list[int], answers: Sequence[str], tokenizer: Any) -> list[int]:
@@ -91,15 +108,18 @@ def load_questions(
     """The first conversations of a set, always the same.
 
     Args:
-        name: "stand-in" (starts of functions that the stand-in has not seen, as token ids); a file of questions such
-            as Spec-Bench's or MT-bench's (JSON lines with `turns` and `category`, or with another of the fields that
-            datasets use); a .txt file with a prompt a line; or a dataset: a folder, or an id on the Hub.
+        name: "everyday" (questions that people ask); "stand-in" (starts of functions that the stand-in has not seen,
+            as token ids); a file of questions such as Spec-Bench's or MT-bench's (JSON lines with `turns` and
+            `category`, or with another of the fields that datasets use); a .txt file with a prompt a line; or a
+            dataset: a folder, or an id on the Hub.
         limit: of all of them, one of each category in turn.
         per_category: of each category.
     """
     check_path(name, "dataset")
     if name == STAND_IN:
         prompts = [tokenizer(text).input_ids for text in islice(function_starts(), limit)]
+    elif name == EVERYDAY:
+        prompts = [Question([_said(question)]) for question in islice(QUESTIONS, limit)]
     elif Path(name).suffix == ".txt":
         lines = Path(name).read_text(encoding="utf-8").splitlines()
         prompts = [Question([_said(line)]) for line in islice(filter(str.strip, lines), limit)]
@@ -228,10 +248,13 @@ def function_starts() -> Iterator[str]:
 
 
 __all__ = [
+    "EVERYDAY",
     "HELD_OUT",
+    "QUESTIONS",
     "SPEC_BENCH",
     "STAND_IN",
     "Question",
+    "default_prompts",
     "function_starts",
     "functions",
     "held_out_sources",

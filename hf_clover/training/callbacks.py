@@ -1,12 +1,15 @@
-"""What runs beside training: the measurement by real generation, and the clean stop on Ctrl-C.
+"""What runs beside training: the measurement by real generation, what is shown, and the clean stop on Ctrl-C.
 
 Contract: `AcceptanceCallback` knows `generate(assistant_model=heads)` and what it reports, `StopOnInterrupt` knows
-signals, `KeepSpecialTokens` two configs; all act through transformers' callback events and none knows losses or data.
+signals, `KeepSpecialTokens` two configs, `OneLine` and `Bar` the names of what is logged; all act through
+transformers' callback events and none knows losses or data.
 """
 
 import json
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import reduce
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.utils import logging
 
 from ..measure.prompts import prompt_ids
@@ -25,12 +35,14 @@ from ..network.target_parts import special_tokens_of, unwrap
 from .data import prompt_of, prompts_of
 
 if TYPE_CHECKING:
+    from .config import CloverTrainingConfig
     from .trainer import CloverTrainer
 
 logger = logging.get_logger(__name__)
 
 SAMPLES = 1000  # that are looked at for prompts
 NODES = 24  # of a tree, where the heads' own `generation_config` leaves the number open
+SLOW = 20.0  # seconds of a first step on a CPU, from which on it is said how others are quicker
 OPEN, CLOSE = "⟦", "⟧"  # around drafted tokens that the target accepted
 
 
@@ -152,7 +164,7 @@ class AcceptanceCallback(TrainerCallback):
             trainer.model.train(was_training)
             control.should_log = should_log  # the training's own line is still to come
             if trainer.accelerator.is_main_process:
-                tokens = f"{measured['tokens_per_forward']:.2f} tokens per forward"
+                tokens = f"{measured['tokens_per_forward']:.2f} tokens per forward by generate"
                 tqdm.write(f"Step {step}, {tokens}. A sample:\n{sample}")
         return self._measured
 
@@ -256,8 +268,84 @@ class KeepSpecialTokens(TrainerCallback):
         unwrap(model).config.update(special_tokens_of(self.target))
 
 
+class Bar(ProgressCallback):
+    """transformers' bar, without the dictionary of all figures that it writes above itself."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class OneLine(TrainerCallback):
+    """Of each log what one watches for, in a line; all figures are in the log. After a slow first step on a CPU, which
+    settings make smaller ones."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.began, self.first_step = time.perf_counter(), state.global_step
+        self.tokens = next((line["num_tokens"] for line in state.log_history[::-1] if "num_tokens" in line), 0.0)
+        self.since: float | None = None  # the first step after the last log began, and all that came between is over
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.since is None:
+            self.since = time.perf_counter()
+
+    def on_step_end(
+        self,
+        args: "CloverTrainingConfig",  # type: ignore[override]  # no other trainer has this callback
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        seconds = time.perf_counter() - self.began
+        is_first = state.global_step == self.first_step + 1 and state.is_world_process_zero
+        if not is_first or seconds < SLOW or args.device.type != "cpu":
+            return
+        smaller = {
+            "--per_device_train_batch_size 2": args.per_device_train_batch_size > 2,
+            "--max_length 256": args.max_length is None or args.max_length > 256,
+            "--draft_vocab_size 4096": args.draft_vocab_size is None,
+        }
+        if any(smaller.values()):
+            said = " ".join(option for option, helps in smaller.items() if helps)
+            tqdm.write(f"The first step took {_in_words(seconds)}. On a CPU smaller ones are quicker: {said}")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        logs = logs or {}
+        prefix = "eval_" if "eval_loss" in logs else ""
+        if not state.is_world_process_zero or f"{prefix}loss" not in logs:
+            return
+        said = [f"loss {logs[f'{prefix}loss']:.3f}"]
+        if (length := logs.get(f"{prefix}acceptance_length/top1")) is not None:
+            said.append(f"{length:.2f} tokens per forward of this text")
+        if not prefix and self.since is not None:
+            now, done = time.perf_counter(), state.global_step - self.first_step
+            said.append(f"{(logs.get('num_tokens', 0) - self.tokens) / (now - self.since):,.0f} tokens/s")
+            said.append(f"{_in_words((now - self.began) / done * (state.max_steps - state.global_step))} to go")
+            self.tokens, self.since = logs.get("num_tokens", 0), None
+        what = "evaluated" if prefix else "learned"
+        tqdm.write(f"Step {state.global_step} of {state.max_steps}, {what}: {', '.join(said)}")
+
+
+def _in_words(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class StopOnInterrupt(TrainerCallback):
-    """Ctrl-C lets the current step end, writes a checkpoint and returns from `train`; a second one stops at once."""
+    """Ctrl-C is answered at once. It lets the current step end, writes a checkpoint and returns from `train`; a second
+    one stops in the middle."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -278,6 +366,8 @@ class StopOnInterrupt(TrainerCallback):
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
+        # Not by `print`, which the signal may have come in the middle of.
+        os.write(2, b"\nCtrl-C: training ends after this step, with a checkpoint. Once more ends it now.\n")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -290,4 +380,4 @@ class StopOnInterrupt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-__all__ = ["AcceptanceCallback", "KeepSpecialTokens", "StopOnInterrupt"]
+__all__ = ["AcceptanceCallback", "Bar", "KeepSpecialTokens", "OneLine", "StopOnInterrupt"]

@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
+from ..making.loading import hide_loading_bars
 from .callbacks import AcceptanceCallback
 from .config import CloverTrainingConfig
 from .data import source_of
@@ -62,6 +63,7 @@ def make_parser(prog: str | None = None) -> TrlParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTrainer:
+    hide_loading_bars()
     script_args, training_args, model_args = make_parser(prog).parse_args_and_config(argv)
     if training_args.teacher_model_name_or_path is None:
         raise ValueError("`teacher_model_name_or_path` is required: the target to make heads for.")

@@ -18,6 +18,8 @@ from transformers import (
     DataCollator,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
     TrainerCallback,
     set_seed,
 )
@@ -40,7 +42,7 @@ from .arguments import (
     name_of,
     refuse_arguments,
 )
-from .callbacks import KeepSpecialTokens, StopOnInterrupt
+from .callbacks import Bar, KeepSpecialTokens, OneLine, StopOnInterrupt
 from .config import CloverTrainingConfig
 from .data import (
     check_columns,
@@ -191,6 +193,10 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
                 peft_config=peft_config,
                 formatting_func=formatting_func,
             )
+        self.remove_callback(PrinterCallback)
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(Bar)
+        self.add_callback(OneLine)
         vars(self.heads).pop("forward", None)  # SFTTrainer's patch for causal language models
         check_parallelism(self.accelerator)
         self._head_metrics = {mode: HeadMetrics(self.heads.config.num_heads) for mode in ("train", "eval")}

@@ -82,7 +82,7 @@ def test_the_callback_logs_and_keeps_the_best(tmp_path: Path, capsys: pytest.Cap
     assert all({"eval_speedup", "eval_efficiency"} <= line.keys() for line in lines)
     assert trainer.state.best_metric == max(line["eval_tokens_per_forward"] for line in lines)
     assert Path(trainer.state.best_model_checkpoint).name.startswith("checkpoint-")
-    assert "tokens per forward. A sample:" in capsys.readouterr().out
+    assert "tokens per forward by generate. A sample:" in capsys.readouterr().out
 
 
 def test_the_callback_by_steps_and_with_texts(tmp_path: Path) -> None:

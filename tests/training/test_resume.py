@@ -70,7 +70,7 @@ def test_resume_after_a_kill_equals_an_unbroken_run(tmp_path: Path) -> None:
 
 
 def test_resume_after_ctrl_c_equals_an_unbroken_run(
-    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     unbroken = make_run(tmp_path / "unbroken")
     unbroken.train()
@@ -80,6 +80,7 @@ def test_resume_after_ctrl_c_equals_an_unbroken_run(
     assert signal.getsignal(signal.SIGINT) is before
     assert stopped.was_interrupted
     assert stopped.state.global_step == 5
+    assert "Ctrl-C: training ends after this step, with a checkpoint. Once more ends it now." in capfd.readouterr().err
     assert "Interrupted: training ends after step 5" in transformers_log.text
     assert (tmp_path / "stopped" / "checkpoint-5" / "model.safetensors").exists()
     resumed = make_run(tmp_path / "stopped")
