@@ -364,7 +364,7 @@ def make_budget(
     return AutomaticBudget(experience, max(ceiling, 0), (device, target.dtype, mode), picking, guess)
 
 
-def plain_step_of(target: PreTrainedModel, heads: CloverHeads, length: int) -> float | None:
+def plain_step_of(target: PreTrainedModel, heads: DraftHeads, length: int) -> float | None:
     """Seconds that a step of one row takes without drafts, as seen lately where a text had about that length; None
     where the automatic budget has seen none."""
     experience = memory_of(target).experience.get(heads)
