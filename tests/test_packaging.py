@@ -1,6 +1,7 @@
 """What is in the wheel and in the source distribution, built here from a copy; and what a wheel alone can do."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_docs import ROOT, blocks, elsewhere, is_run, models  # noqa: F401  (two of them are fixtures)
 
-pytestmark = pytest.mark.long("hub_cards", "hf_clover/hub")
+import hf_clover
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.long("hub_cards", "hf_clover/hub", "README.md", "CHANGELOG.md", "hf_clover/__init__.py")
+
 PARTS = ("hf_clover", "hub_cards", "tests", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 BUILD = """
 import setuptools.build_meta as backend
@@ -60,10 +63,39 @@ def test_the_source_distribution_builds_the_same(built):
     assert not [name for name in names if name.startswith(("tests", "examples", "hf_clover/hub_cards"))]
 
 
-def test_the_wheel_alone_is_enough(built, tmp_path):
-    """Unpacked far from the repository: cards, command line and hook are there."""
+def test_the_version_stands_in_one_place(built):
+    """In `hf_clover/__init__.py`: the metadata takes it from there, and the changelog begins with it."""
     (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(tmp_path)
+    assert wheel.name == f"hf_clover-{hf_clover.__version__}-py3-none-any.whl"
+    newest = re.search(r"^## (\S+), (?:not yet released|\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest[1] == hf_clover.__version__
+
+
+@pytest.fixture(scope="module")
+def unpacked(built, tmp_path_factory) -> Path:
+    """The wheel's files, far from the repository."""
+    (wheel,) = built.glob("*.whl")
+    folder = tmp_path_factory.mktemp("unpacked")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def run_there(unpacked: Path, script: str, *arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={name: value for name, value in environment.items() if not name.startswith("COV")},
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_the_wheel_alone_is_enough(unpacked, tmp_path):
+    """Cards, command line and hook are there."""
     script = """
 import sys
 from pathlib import Path
@@ -78,14 +110,11 @@ import transformers.generation.utils
 assert hook.is_installed()
 print(CloverHeads.__name__)
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    process = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={name: value for name, value in environment.items() if not name.startswith("COV")},
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == ["CloverHeads"]
+    assert run_there(unpacked, script, str(unpacked), cwd=tmp_path).split() == ["CloverHeads"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_wheel_runs_the_readmes_python(unpacked, tmp_path):
+    code = "\n".join(code for mark, code in blocks(ROOT / "README.md", "python") if is_run(mark))
+    where = "import hf_clover, sys\nassert hf_clover.__file__.startswith(sys.argv[1]), hf_clover.__file__\n"
+    assert run_there(unpacked, where + code, str(unpacked), cwd=tmp_path)

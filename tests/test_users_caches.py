@@ -109,3 +109,23 @@ def test_another_batch_from_turn_to_turn(name, change):
     ours = generate(target, ids, mask, caches[0], heads, plain.sequences)
     assert torch.equal(ours.sequences, plain.sequences)
     assert ours.speculation.accepted_tokens > NEW // 3
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "llama"])
+def test_the_first_call_with_heads_may_come_in_the_middle_of_a_conversation(name):
+    """It tries the target out, and RecurrentGemma keeps what was said in its own modules."""
+    said = []
+    for with_heads in (False, True):
+        target = build(name, vocab_size=VOCABULARY)  # of which nothing is known yet
+        heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,))
+        cache, ids = DynamicCache(config=target.config), inputs["input_ids"]
+        first = generate(target, ids, torch.ones_like(ids), cache)
+        ids, mask = grown(first.sequences, torch.ones_like(first.sequences))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            options = {"assistant_model": heads} if with_heads else {}
+            out = target.generate(
+                ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options, **{cache_name(): cache}
+            )
+        said.append(out)
+    assert torch.equal(*said)

@@ -184,6 +184,34 @@ class Moves:
 
 
 class TreeCache(Cache):
+    """
+    Keys and values of rows that stand at lengths of their own: a forward over drafts is staged behind each row's text,
+    and what was accepted of it is kept.
+
+    Args:
+        num_layers (`int`):
+            Of the model.
+        capacity (`int`, *optional*):
+            Slots of a row, which are then all that there are; it grows by default.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_clover import TreeCache
+
+    >>> cache = TreeCache(num_layers=1)
+    >>> keys = values = torch.randn(1, 2, 4, 8)  # [B, kv_heads, T, head_dim] of a prompt
+    >>> _ = cache.update(keys, values, 0)
+    >>> cache.finish_filling(batch_size=1)
+    >>> with cache.staged(3):  # a chain of three drafts
+    ...     _ = cache.update(keys[:, :, :3], values[:, :, :3], 0)
+    >>> cache.commit([[0, 1]])  # of which two were right
+    >>> cache.lengths
+    [6]
+    ```
+    """
+
     layer_class: type[TreeLayer] = TreeLayer
     layers: list[TreeLayer]  # type: ignore[assignment]  # of this class alone
 
@@ -205,7 +233,14 @@ class TreeCache(Cache):
         return next((layer.dtype for layer in self.layers if layer.is_initialized), None)
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor] | None], length: int) -> None:
-        """Start from another cache: per layer keys and values [B, kv_heads, <= length, head_dim], the last ones."""
+        """Start from another cache.
+
+        Args:
+            states (`Sequence` of pairs of `torch.Tensor`, or of `None`):
+                Per layer keys and values `[B, kv_heads, <= length, head_dim]`, the last ones.
+            length (`int`):
+                Of the text so far.
+        """
         for layer, kept in zip(self.layers, states, strict=True):
             if kept is None:
                 continue
@@ -215,17 +250,32 @@ class TreeCache(Cache):
             layer.filled = length
 
     def finish_filling(self, batch_size: int) -> None:
-        """After prefill: every row stands at the filled length."""
+        """After prefill: every row stands at the filled length.
+
+        Args:
+            batch_size (`int`):
+                Rows.
+        """
         filled = max((layer.filled for layer in self.layers), default=0)
         self.slots.lengths = [filled] * batch_size
 
     def stand_at(self, lengths: Sequence[int]) -> None:
-        """After `load`: where each row's own text ends."""
+        """After `load`: where each row's own text ends.
+
+        Args:
+            lengths (`Sequence[int]`):
+                Of each row.
+        """
         self.slots.lengths = list(lengths)
 
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
-        """Within, a forward over `entries` tokens per row writes after each row's own length."""
+        """Within, a forward writes after each row's own length.
+
+        Args:
+            entries (`int`):
+                Tokens per row.
+        """
         slots = self.slots
         slots.check(max(slots.lengths, default=0) + entries)
         slots.staged = entries
@@ -239,13 +289,23 @@ class TreeCache(Cache):
             slots.staged = slots.index = None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep, per row, the staged entries `path[0] < path[1] < ...`, moved to stand right after its length."""
+        """Keep some of the staged entries, moved to stand right after each row's length.
+
+        Args:
+            paths (`Sequence[Sequence[int]]`):
+                Of each row the places that are kept, ascending.
+        """
         lengths = self.slots.lengths
         self._move(Moves(lengths, paths))
         self.slots.lengths = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Go on with some rows only.
+
+        Args:
+            rows (`Sequence[int]`):
+                Which, in their new order.
+        """
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keep_rows(torch.tensor(rows, device=layer.device))
@@ -258,7 +318,17 @@ class TreeCache(Cache):
                     layer.move(moves)
 
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values [B, kv_heads, length, head_dim] of one layer; None where it holds none (shared layers)."""
+        """What one layer holds.
+
+        Args:
+            layer_idx (`int`):
+                Which.
+            length (`int`):
+                Columns of it.
+
+        Returns:
+            keys and values `[B, kv_heads, length, head_dim]`; None where it holds none (shared layers)
+        """
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             return None

@@ -134,7 +134,8 @@ class ChainRun:
         self.cache.lengths = [self._prompt_length] * batch
         self._ids, self._left = input_ids, limit - input_ids.shape[1] - 1
         self._inputs = inputs_after(self.target, outputs, given)
-        self._name = next((name for name in (cache_name(), "cache_params", "state") if name in outputs), "")
+        names = set(outputs.keys())  # asked one by one, transformers warns of old names
+        self._name = next((name for name in (cache_name(), "cache_params", "state") if name in names), "")
         self._has_cache = self._name != "" and self._inputs.get(self._name) is not None
         if not self._has_cache:
             self.replays, self._behind = True, input_ids.shape[1]

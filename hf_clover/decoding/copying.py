@@ -35,13 +35,27 @@ def agreeing(guess: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 class TextMemory:
-    """The last texts that heads drafted for, prompts and all, to copy from in later calls.
+    """
+    The last texts that heads drafted for, prompts and all, to copy from in later calls.
 
-    `heads.text_memory = TextMemory(100_000)`: whoever shares the heads shares these texts. Only drafts come from them,
-    so no token depends on what others wrote; how long a call takes may.
+    Whoever shares the heads shares these texts. Only drafts come from them, so no token depends on what others wrote;
+    how long a call takes may.
 
     Args:
-        most_tokens: of all texts together. The oldest make room for a new one.
+        most_tokens (`int`):
+            Of all texts together. The oldest make room for a new one.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import TextMemory
+    >>> from transformers import AutoModel
+
+    >>> heads = AutoModel.from_pretrained("org/clover-heads")
+    >>> heads.text_memory = TextMemory(100_000)
+    >>> len(heads.text_memory)  # tokens that are remembered
+    0
+    ```
     """
 
     def __init__(self, most_tokens: int) -> None:
@@ -57,6 +71,12 @@ class TextMemory:
         return sum(map(len, self._texts))
 
     def add(self, text: Sequence[int]) -> None:
+        """Remember a text; `generate` does it by itself.
+
+        Args:
+            text (`Sequence[int]`):
+                Its tokens.
+        """
         text = list(text[-self.most_tokens :])
         with self._lock:
             for known in [known for known in self._texts if text[: len(known)] == known]:  # a turn before this one

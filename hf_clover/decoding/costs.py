@@ -108,8 +108,9 @@ class Costs:
         )
         guess.drafts = tuple((share * nodes, seconds, []) for nodes, seconds, _ in self.drafts[-4:])
         forwards: list[Seen] = [(share * (nodes + 1) - 1, seconds, []) for nodes, seconds, _ in self.forwards]
-        forwards = [each for each in forwards if each[0] <= SIZES[-1]]  # what is far off tells little
-        guess.forwards = tuple(forwards[-4:])
+        guess.forwards = tuple(
+            [each for each in forwards if each[0] <= SIZES[-1]][-4:]
+        )  # what is far off tells little
         return guess
 
 

@@ -140,6 +140,35 @@ def grow_in_shape(
 
 
 class CloverCandidateGenerator:
+    """
+    What drafts in a call of `generate`: told what the target has settled, it grows a tree behind that.
+
+    Args:
+        heads ([`CloverHeads`]):
+            Bound to their target.
+        prompt_mask (`torch.Tensor` of shape `[B, T]`, *optional*):
+            False where the prompt is padding.
+        block (`int`, *optional*):
+            Positions that the heads take in at once, where the caller wants a limit.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_clover import CloverCandidateGenerator, CloverHeads
+    >>> from transformers import AutoModelForCausalLM
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = CloverHeads.from_pretrained("org/clover-heads").bind(model)
+    >>> drafter = CloverCandidateGenerator(heads)
+    >>> hidden = torch.randn(1, 4, heads.config.hidden_size)  # the target's, before its final norm
+    >>> tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.arange(4)[None]
+    >>> drafter.extend(hidden, tokens, positions, counts=[4])
+    >>> drafter.draft(nodes=6).tokens.shape  # the last token and six drafts
+    torch.Size([1, 7])
+    ```
+    """
+
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None
@@ -161,17 +190,47 @@ class CloverCandidateGenerator:
     ) -> "CloverCandidateGenerator":
         """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only: the
         caller may have changed the cache's columns or rows since.
-        `block`: positions that it takes in at once, where the caller wants a limit."""
+
+        Args:
+            heads ([`CloverHeads`]):
+                As for a new one.
+            cache (`Cache`, *optional*):
+                The conversation's.
+            rows (`int`):
+                That it has now.
+            columns (`int`):
+                That it has now.
+            prompt_mask (`torch.Tensor`, *optional*):
+                As for a new one.
+            block (`int`, *optional*):
+                As for a new one.
+
+        Returns:
+            `CloverCandidateGenerator`
+        """
         kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
         if kept is None or kept.heads is not heads or kept.roots is None:
             return cls(heads, prompt_mask, block)
         return kept if (len(kept.roots), known) == (rows, columns) else cls(heads, prompt_mask, block)
 
     def remember(self, cache: Cache, columns: int) -> None:
+        """Be there for the conversation's next turn.
+
+        Args:
+            cache (`Cache`):
+                The conversation's.
+            columns (`int`):
+                That it has now.
+        """
         _remembered[cache] = (self, columns)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Go on with some rows only.
+
+        Args:
+            rows (`Sequence[int]`):
+                Which, in their new order.
+        """
         index = torch.tensor(rows, device=self.heads.device)
         if self.cache is not None and self.cache.lengths:
             self.cache.keep_rows(rows)
@@ -188,8 +247,18 @@ class CloverCandidateGenerator:
     def extend(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
-        """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, d], the tokens after them
-        [B, m] and the positions [B, m] of the hidden states. The heads look at them when a tree is asked for."""
+        """Take in new positions. The heads look at them when a tree is asked for.
+
+        Args:
+            hidden (`torch.Tensor` of shape `[B, m, d]`):
+                The target's states, before its final norm.
+            next_tokens (`torch.Tensor` of shape `[B, m]`):
+                The tokens after them.
+            positions (`torch.Tensor` of shape `[B, m]`):
+                Of the states.
+            counts (`Sequence[int]`):
+                How many of the m each row has; what follows them is filling.
+        """
         device = self.heads.device
         new = Settled(hidden.to(device), next_tokens.to(device), positions.to(device), list(counts))
         roots = new.at_last(new.next_tokens)  # [B]
@@ -256,7 +325,19 @@ class CloverCandidateGenerator:
 
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        """A tree of `nodes` nodes below the last emitted tokens (none if `nodes` is 0), of the config's shape."""
+        """A tree below the last emitted tokens.
+
+        Args:
+            nodes (`int`):
+                How many, 0 for none.
+            shape (`str`, *optional*):
+                `"global"`, `"levels"` or `"chain"`; the config's by default.
+            foresight (`Foresight`, *optional*):
+                The random numbers that plain `generate` is about to draw.
+
+        Returns:
+            `Tree`: of which the first node is the last emitted token
+        """
         roots = given(self.roots)
         if nodes == 0 or self.is_broken:
             return root_only(roots)

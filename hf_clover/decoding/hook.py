@@ -38,7 +38,17 @@ def is_installed() -> bool:
 
 
 def install_hook() -> None:
-    """Let `generate(assistant_model=heads)` speculate. Done by `import hf_clover`; doing it again changes nothing."""
+    """Let `generate(assistant_model=heads)` speculate. Done by `import hf_clover`; doing it again changes nothing.
+
+    Example:
+
+    ```python
+    >>> import hf_clover
+
+    >>> hf_clover.uninstall_hook()
+    >>> hf_clover.install_hook()
+    ```
+    """
     global _original, _is_active
     lacking = why_unavailable()
     if lacking is not None:
@@ -55,7 +65,21 @@ def install_hook() -> None:
 
 
 def uninstall_hook() -> None:
-    """Leave `generate` as transformers made it. Doing it again changes nothing."""
+    """Leave `generate` as transformers made it. Doing it again changes nothing.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import install_hook, uninstall_hook
+    >>> from transformers import GenerationMixin
+
+    >>> ours = GenerationMixin.generate
+    >>> uninstall_hook()
+    >>> GenerationMixin.generate is ours
+    False
+    >>> install_hook()
+    ```
+    """
     global _original, _is_active
     _is_active = False
     # Where another library has wrapped ours since, ours stays in its chain and passes everything through.

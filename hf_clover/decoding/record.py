@@ -19,21 +19,61 @@ class Clock:
 
 @dataclass
 class Speculation:
-    """What speculation did in one call of `generate`, in `out.speculation`.
+    """
+    What speculation did in one call of `generate`, in `out.speculation`.
 
-    Seconds are the host's: on a GPU, work that was only queued counts where the host next waits for it.
+    Args:
+        target_forwards (`int`):
+            Forward passes of the target, the prompt's among them.
+        row_forwards (`int`):
+            Target forwards times the rows that were unfinished in each.
+        new_tokens (`int`):
+            Of all rows.
+        accepted_tokens (`int`):
+            Drafted tokens that the target confirmed.
+        draft_seconds (`float`):
+            Spent by the heads. Seconds are the host's: on a GPU, work that was only queued counts where the host next
+            waits for it.
+        verify_seconds (`float`):
+            Spent by the target.
+        walk_seconds (`float`):
+            Spent on picking tokens.
+        tree_sizes (`list[int]`):
+            Drafted nodes per row, one entry per step.
+        accepted_by_depth (`list[int]`):
+            Trees, row by row, that gave 1, 2, ... drafts.
+        method (`str`):
+            `"tree"`, `"chain"`, `"replayed chain"` or `"plain"`.
+        reason (`str`, *optional*):
+            Why it is no tree.
+
+    Example:
+
+    ```python
+    >>> import hf_clover
+    >>> from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = AutoModel.from_pretrained("org/clover-heads")
+    >>> inputs = AutoTokenizer.from_pretrained("org/target")("def f(x):", return_tensors="pt")
+    >>> out = model.generate(**inputs, assistant_model=heads, max_new_tokens=16, return_dict_in_generate=True)
+    >>> out.speculation.method, out.speculation.new_tokens
+    ('tree', 16)
+    >>> out.speculation.tokens_per_forward > 1
+    True
+    ```
     """
 
     target_forwards: int = 0
-    row_forwards: int = 0  # target forwards times the rows that were unfinished in each
+    row_forwards: int = 0
     new_tokens: int = 0
-    accepted_tokens: int = 0  # drafted tokens that the target confirmed
+    accepted_tokens: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     walk_seconds: float = 0.0
-    tree_sizes: list[int] = field(default_factory=list)  # drafted nodes per row, one entry per step
-    accepted_by_depth: list[int] = field(default_factory=list)  # trees, row by row, that gave 1, 2, ... drafts
-    method: str = "tree"  # or "chain", "replayed chain" or "plain", with `reason`
+    tree_sizes: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    method: str = "tree"
     reason: str | None = None
 
     @contextmanager
@@ -75,7 +115,26 @@ _listener: ContextVar[list[Speculation] | None] = ContextVar("speculations", def
 
 @contextmanager
 def speculations() -> Iterator[list[Speculation]]:
-    """The records of all calls of `generate` inside the block, also of those that return no dictionary."""
+    """The records of all calls of `generate` inside the block, also of those that return no dictionary.
+
+    Returns:
+        a context manager with a `list[Speculation]`, which grows with each call
+
+    Example:
+
+    ```python
+    >>> from hf_clover import speculations
+    >>> from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = AutoModel.from_pretrained("org/clover-heads")
+    >>> inputs = AutoTokenizer.from_pretrained("org/target")("def f(x):", return_tensors="pt")
+    >>> with speculations() as records:
+    ...     tokens = model.generate(**inputs, assistant_model=heads, max_new_tokens=16)
+    >>> [record.new_tokens for record in records]
+    [16]
+    ```
+    """
     records: list[Speculation] = []
     token = _listener.set(records)
     try:

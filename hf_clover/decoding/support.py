@@ -27,6 +27,7 @@ from .trial import (
     ChangingInputError,
     NotANumberError,
     chain_error,
+    left_as_it_was,
     made_up_llama,
     own_inputs,
     precision_of,
@@ -214,7 +215,8 @@ def _what_counts(target: PreTrainedModel, own: dict[str, Any]) -> tuple:
 
 def _measure(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
     try:
-        worst = tree_error(target, own)
+        with left_as_it_was(target):
+            worst = tree_error(target, own)
     except NotANumberError:
         raise
     except ChangingInputError as error:
@@ -241,7 +243,9 @@ def _why_no_chain(
         known = memory.why_not
         if key not in known:
             try:
-                error = chain_error(target, route.method == REPLAYED, route.steps, min(batch, 2), has_cache, own)
+                replays = route.method == REPLAYED
+                with left_as_it_was(target):
+                    error = chain_error(target, replays, route.steps, min(batch, 2), has_cache, own)
                 by = f"(by {error:.1e} of their spread)"
                 is_exact = error <= rounding_tolerance(target) * (CLOSER if route.method == REPLAYED else 1)
                 known[key] = (

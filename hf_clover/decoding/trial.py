@@ -8,7 +8,8 @@ changed in the target, and no random number is drawn.
 Shapes: B rows, T prompt columns, n nodes, k tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +86,21 @@ def rounding_tolerance(target: PreTrainedModel) -> float:
     if precision_of(target) in (torch.float32, torch.float64):
         return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
     return 0.1
+
+
+@contextmanager
+def left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
+    """For a trial's forwards: a target that keeps states of a conversation in its own modules (RecurrentGemma) has
+    them again afterwards."""
+    kept = {
+        module: {name: value for name, value in vars(module).items() if value is None or torch.is_tensor(value)}
+        for module in target.modules()
+    }
+    try:
+        yield
+    finally:
+        for module, values in kept.items():
+            vars(module).update(values)
 
 
 class ChangingInputError(Exception):

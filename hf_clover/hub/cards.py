@@ -178,26 +178,23 @@ def _model_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> ModelCard
 
 
 def _eval_results(words: Mapping[str, Any]) -> list[EvalResult]:
-    """The Hub's `model-index`: one entry for each figure."""
+    """The Hub's `model-index`: an entry for each speed of all prompts together, as the card's table has it."""
     found = []
-
-    def add(prompts: str, kind: str, name: str, value: float, **args: Any) -> None:
-        about: dict[str, Any] = {"task_type": "text-generation", "dataset_type": prompts, "dataset_name": prompts}
-        found.append(
-            EvalResult(**about, metric_type=kind, metric_name=name, metric_value=value, metric_args=args or None)
-        )
-
     for benchmark in words.get("benchmarks", []):
         conditions = {name: benchmark[name] for name in ("machine", "precision", "baseline")}
         for row in (row for row in benchmark.get("rows", []) if "category" not in row):
             for name in (name for name in _SPEEDS if name in row):
-                label = f"{name.replace('_', ' ')}, batch size {row['batch_size']}"
-                add(benchmark["prompts"], name, label, row[name], batch_size=row["batch_size"], **conditions)
-    acceptance = words.get("acceptance", {})
-    for place, head in enumerate(acceptance.get("by_head", [])):
-        for name in words["acceptance_columns"]:
-            if name in head and acceptance.get("prompts"):
-                add(acceptance["prompts"], "accuracy", f"head {place}, {name.replace('_', ' ')}", head[name])
+                found.append(
+                    EvalResult(
+                        task_type="text-generation",
+                        dataset_type=benchmark["prompts"],
+                        dataset_name=benchmark["prompts"],
+                        metric_type=name,
+                        metric_name=f"{name.replace('_', ' ')}, batch size {row['batch_size']}",
+                        metric_value=round(row[name], 2),
+                        metric_args={"batch_size": row["batch_size"], **conditions},
+                    )
+                )
     return found
 
 

@@ -73,13 +73,50 @@ def verify(
     max_new_tokens: int = 64,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Every setting, prompt by prompt.
+    """Whether heads change a token: every prompt in every setting beside plain `generate`, greedily.
 
     Args:
-        nodes: drafted nodes per step; None for the automatic choice.
-        trees: how trees are grown ("global", "levels", "chain"); None for the heads' own.
+        target (`PreTrainedModel`):
+            The model that is sped up.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The target's, for its padding.
+        heads ([`CloverHeads`]):
+            Those to be checked.
+        prompts (`Sequence[list[int]]`):
+            As token ids.
+        prompt_set (`str`, *optional*, defaults to `"stand-in"`):
+            What the report calls them.
+        batch_sizes (`Sequence[int]`, *optional*, defaults to `(1, 3)`):
+            Prompts at once.
+        nodes (`Sequence[int | None]`, *optional*, defaults to `(None, 4, 24)`):
+            Drafted nodes per step; None for the automatic choice.
+        trees (`Sequence[str | None]`, *optional*, defaults to `(None,)`):
+            How trees are grown (`"global"`, `"levels"`, `"chain"`); None for the heads' own.
+        cache_implementations (`Sequence[str]`, *optional*, defaults to `("dynamic",)`):
+            As for `generate`.
+        max_new_tokens (`int`, *optional*, defaults to 64):
+            After each prompt.
+        progress (`bool`, *optional*, defaults to `True`):
+            Show bars.
 
-    Returns: `verdict`, the worst of all, and a row a setting with its `differences`, empty where all is identical.
+    Returns:
+        `dict[str, Any]`: `verdict`, the worst of all, and `rows`, one a setting with its `differences`, empty where
+        all
+            is identical
+
+    Example:
+
+    ```python
+    >>> from hf_clover.verification import verify
+    >>> from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("org/target")
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = AutoModel.from_pretrained("org/clover-heads")
+    >>> prompts = [tokenizer("def f(x):")["input_ids"]]
+    >>> verify(model, tokenizer, heads, prompts, max_new_tokens=16, progress=False)["verdict"]
+    'identical'
+    ```
     """
     pad = pad_id_of(tokenizer) or 0
     methods = [with_heads(heads, nodes=count, tree=tree) for count, tree in product(nodes, trees)]

@@ -31,57 +31,143 @@ RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes o
 
 class CloverConfig(PreTrainedConfig):
     r"""
+    What heads are built from. `variant` names a preset; every part of a preset is a field of its own, and a field
+    that is left out takes the preset's value.
+
     Args:
-        variant (`str`, defaults to `"clover-2"`):
+        variant (`str`, *optional*, defaults to `"clover-2"`):
             `"clover-2"`, `"clover"` (the first paper), `"medusa"` (Clover with its parts taken away) or `"clover-x"`
-            (this library's own, of the same family). Sets every field below whose default is `None`. A config that
-            names none is Clover-2's; heads made with `CloverHeads.from_target` are clover-x unless told otherwise.
-        vocab_size, hidden_size: those of the target.
-        num_heads (`int`, *optional*): draft heads; head i guesses the token i + 2 places ahead.
-        num_augmenting_layers (`int`, *optional*): depth of the Augmenting Block.
-        augmenting_block (`str`, *optional*): `"full"`, `"attention"` (no MLP), `"mlp"` (no attention) or `"none"`.
-        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, attention_bias,
-        attention_output_bias, mlp_bias, qk_norm: shape of the Augmenting Block's layers, as in the target's layers.
-        rope_parameters (`dict`, *optional*): rotary embedding of the Augmenting Block.
-        use_rope (`bool`, defaults to `True`): off, the Augmenting Block knows no positions, as some targets' layers.
-        rms_norm_eps (`float`): of every norm, and of the cosine gate.
-        decoder (`str`, *optional*): what brings a token into the state: `"attention"` (the Attention Decoder),
-            `"mlp"` in its place, `"gated"` (a gated layer of state and token, clover-x's) or `"none"`.
-        decoder_position (`str`, *optional*): `"before"`: a first decoder stands before the Augmenting Block, so that
-            the block sees the target's token already (Clover-2); `"after"`: every head decodes, none before (Clover);
-            `"both"`: one before, and every head decodes too, head 0 among them (clover-x).
-        decoder_num_heads (`int`, *optional*): heads of the Attention Decoder's gate; the target's by default.
-        decoder_bias, decoder_activation: biases of the decoder, and what follows the Attention Decoder's gated value.
-        decoder_width (`int`, *optional*): of a gated decoder; the hidden size by default.
-        entry (`str`, *optional*): what stands before the block where something does: a `"decoder"` like the others, or
-            `"fc"`, a linear layer of state and token.
-        recall (`bool`, *optional*): at each token of a draft a gated decoder is also told what followed in the text
-            the last time that the longest run of this token and up to three before it came, by what the last layer's
-            attention keeps of it: drafts find earlier text again without attention. `None` is yes for clover-x
-            wherever it can.
-        regressive (`bool`, defaults to `True`): the Regressive Connection. Off, no head sees a drafted token: each
-            starts from the Augmenting Block's output and the target's own token.
-        output_projector (`str`, *optional*): `"fc"` (Clover-2, shared by the later heads) or `"residual"`
-            (Medusa's block, one per head) or `"none"`: the state goes through the last norm into lm_head (clover-x).
-        token_embedding (`str`, *optional*): what a token is to the heads: its row in the target's `"lm_head"` (the
-            papers), or in its `"input"` embedding (clover-x); the other one where that cannot be read.
-        normalize_embeddings (`bool`, *optional*): rows of the embedding table scaled to length 1.
-        embedding_scale (`float`, defaults to 1): factor of the embeddings; `from_target` measures it for clover-x.
-        normalize_hidden_states (`bool`, *optional*): take the target's states after its final norm. All that heads
-            add to such a state starts at zero, and no norm closes before that in front of lm_head.
-        hidden_state_scale (`float`, defaults to 1): factor of such states; `from_target` measures it for clover-x.
-        loss_type, hidden_loss_weight, token_loss_weight, loss_decay: the loss, for the trainer.
-        draft_vocab_size (`int`, *optional*): how many ids the heads score, None for all; the ids are a buffer.
-        draft_tree (`str`), draft_depth, draft_beam_width, draft_top_k, draft_top_p, draft_min_p: how a tree is grown:
-            `"global"` (best nodes of a beam), `"levels"` (Clover's rule, with `draft_top_p` and `draft_min_p`) or
-            `"chain"`. `draft_depth` defaults to `num_heads`, and to 8 where heads that share
-            their weights recall. The number of nodes is `heads.generation_config.num_assistant_tokens`.
-        draft_copies (`int`, defaults to 0): where the last two tokens stood in the text before, so many of those
-            that followed them are drafted beside what the heads draft; 0 for none, and none beside a `"chain"`.
-            `from_target` sets 10 for heads with recall.
-        bos_token_id, eos_token_id, pad_token_id: those of the target, by which transformers' pipelines tell that the
-            two share a tokenizer. Heads do not read them.
-        target_name_or_path, target_revision, target_fingerprint: which target these heads were made for.
+            (this library's own, of the same family). A config that names none is Clover-2's; heads made with
+            `CloverHeads.from_target` are clover-x unless told otherwise.
+        vocab_size (`int`, *optional*, defaults to 32000):
+            Of the target.
+        hidden_size (`int`, *optional*, defaults to 4096):
+            Of the target.
+        num_heads (`int`, *optional*):
+            Draft heads. Head i, counted from 0, guesses the token i + 2 places ahead.
+        num_augmenting_layers (`int`, *optional*):
+            Depth of the Augmenting Block.
+        augmenting_block (`str`, *optional*):
+            `"full"`, `"attention"` (no MLP), `"mlp"` (no attention) or `"none"`.
+        num_attention_heads (`int`, *optional*, defaults to 32):
+            Of the Augmenting Block's layers; `from_target` takes this and the other shapes of those from the target.
+        num_key_value_heads (`int`, *optional*):
+            Of the Augmenting Block's layers; as many as attention heads by default.
+        head_dim (`int`, *optional*):
+            Of the Augmenting Block's attention; `hidden_size / num_attention_heads` by default.
+        intermediate_size (`int`, *optional*, defaults to 11008):
+            Of the Augmenting Block's MLP.
+        hidden_act (`str`, *optional*, defaults to `"silu"`):
+            Activation of the Augmenting Block's MLP, as transformers names it.
+        attention_bias (`bool`, *optional*, defaults to `False`):
+            Whether queries, keys and values of the Augmenting Block have biases.
+        attention_output_bias (`bool`, *optional*, defaults to `False`):
+            Whether the output of its attention has one.
+        mlp_bias (`bool`, *optional*, defaults to `False`):
+            Whether its MLP has biases.
+        qk_norm (`bool`, *optional*, defaults to `False`):
+            Whether its queries and keys are normed.
+        rope_parameters (`dict`, *optional*):
+            Rotary embedding of the Augmenting Block; plain, with base 10000, by default.
+        use_rope (`bool`, *optional*, defaults to `True`):
+            Off, the Augmenting Block knows no positions, as some targets' layers.
+        max_position_embeddings (`int`, *optional*, defaults to 2048):
+            As in the target, for kinds of rotary embeddings that need it.
+        rms_norm_eps (`float`, *optional*, defaults to 1e-5):
+            Of every norm, and of the cosine gate.
+        initializer_range (`float`, *optional*, defaults to 0.02):
+            Spread of fresh weights that nothing else starts.
+        decoder (`str`, *optional*):
+            What brings a token into the state: `"attention"` (the Attention Decoder), `"mlp"` in its place, `"gated"`
+            (a gated layer of state and token, clover-x's) or `"none"`.
+        decoder_position (`str`, *optional*):
+            `"before"`: a first decoder stands before the Augmenting Block, so that the block sees the target's token
+            already (Clover-2). `"after"`: every head decodes, none before (Clover). `"both"`: one before, and every
+            head decodes too, head 0 among them (clover-x).
+        decoder_num_heads (`int`, *optional*):
+            Heads of the Attention Decoder's gate; the target's by default.
+        decoder_bias (`bool`, *optional*):
+            Whether the decoder has biases.
+        decoder_activation (`str`, *optional*):
+            What follows the Attention Decoder's gated value: `"silu"`, or nothing.
+        decoder_width (`int`, *optional*):
+            Of a gated decoder; the hidden size by default.
+        entry (`str`, *optional*):
+            What stands before the block where something does: a `"decoder"` like the others, or `"fc"`, a linear layer
+            of state and token.
+        recall (`bool`, *optional*):
+            At each token of a draft a gated decoder is also told what followed in the text the last time that the
+            longest run of this token and up to three before it came, by what the last layer's attention keeps of it:
+            drafts find earlier text again without attention. On by default for clover-x, wherever it can be.
+        regressive (`bool`, *optional*, defaults to `True`):
+            The Regressive Connection. Off, no head sees a drafted token: each starts from the Augmenting Block's
+            output and the target's own token.
+        output_projector (`str`, *optional*):
+            `"fc"` (Clover-2, shared by the later heads), `"residual"` (Medusa's block, one per head) or `"none"`: the
+            state goes through the last norm into lm_head (clover-x).
+        token_embedding (`str`, *optional*):
+            What a token is to the heads: its row in the target's `"lm_head"` (the papers), or in its `"input"`
+            embedding (clover-x); the other one where that cannot be read.
+        normalize_embeddings (`bool`, *optional*):
+            Rows of the embedding table scaled to length 1.
+        embedding_scale (`float`, *optional*, defaults to 1.0):
+            Factor of the embeddings; `from_target` measures it for clover-x.
+        normalize_hidden_states (`bool`, *optional*):
+            Take the target's states after its final norm. All that heads add to such a state starts at zero, and no
+            norm closes before that in front of lm_head.
+        hidden_state_scale (`float`, *optional*, defaults to 1.0):
+            Factor of such states; `from_target` measures it for clover-x.
+        loss_type (`str`, *optional*):
+            The loss that the trainer takes: `"kl"`, `"clover-2"`, `"clover"` or `"acceptance"`.
+        hidden_loss_weight (`float`, *optional*):
+            Weight of the loss's term of hidden states.
+        token_loss_weight (`float`, *optional*, defaults to 1.0):
+            Weight of its term of tokens.
+        loss_decay (`float`, *optional*, defaults to 0.7):
+            Head i counts `loss_decay ** i` in the loss.
+        draft_vocab_size (`int`, *optional*):
+            How many ids the heads score, all by default; the ids are a buffer of the heads.
+        draft_tree (`str`, *optional*, defaults to `"global"`):
+            How a tree is grown: `"global"` (best nodes of a beam), `"levels"` (Clover's rule) or `"chain"`. The number
+            of nodes is `heads.generation_config.num_assistant_tokens`.
+        draft_depth (`int`, *optional*):
+            Levels of a tree. Defaults to `num_heads`, and to 8 where heads that share their weights recall.
+        draft_beam_width (`int`, *optional*, defaults to 10):
+            Nodes of a level that the next one grows from, in a `"global"` tree.
+        draft_top_k (`int`, *optional*, defaults to 10):
+            Tokens that are looked at below a node, in a `"global"` tree.
+        draft_copies (`int`, *optional*, defaults to 0):
+            Where the last two tokens stood in the text before, so many of those that followed them are drafted beside
+            what the heads draft; 0 for none, and none beside a `"chain"`. `from_target` sets 15 for heads with recall.
+        draft_top_p (`float`, *optional*, defaults to 0.8):
+            Share of the probability that a level keeps, in a tree of `"levels"`.
+        draft_min_p (`float`, *optional*, defaults to 0.25):
+            Of the level's best probability, what a token needs to be kept there.
+        bos_token_id (`int`, *optional*):
+            Of the target, by which transformers' pipelines tell that the two share a tokenizer. Heads do not read it.
+        eos_token_id (`int` or `list[int]`, *optional*):
+            Likewise.
+        pad_token_id (`int`, *optional*):
+            Likewise.
+        target_name_or_path (`str`, *optional*):
+            The target that these heads were made for.
+        target_revision (`str`, *optional*):
+            Its commit on the Hub.
+        target_fingerprint (`str`, *optional*):
+            Of its lm_head, by which another target is refused.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import CloverConfig
+
+    >>> config = CloverConfig(variant="clover-x", hidden_size=512, num_attention_heads=8)
+    >>> config.num_heads, config.decoder, config.draft_depth
+    (5, 'gated', 8)
+    >>> CloverConfig(variant="clover", num_heads=0)
+    Traceback (most recent call last):
+    ValueError: CloverConfig: `num_heads=0` is impossible: it must be an integer from 1 to 64.
+    ```
     """
 
     model_type: ClassVar[str] = "clover"
@@ -174,7 +260,8 @@ class CloverConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Fields changed in loading are checked too, which transformers sets without a word."""
+        """As `PreTrainedConfig.from_dict`; fields changed in loading are checked too, which transformers sets without
+        a word."""
         methods = [name for name in config_dict if name.startswith("__") or callable(getattr(cls, name, None))]
         if methods:
             raise ValueError(f"CloverConfig: `{methods[0]}` is impossible: it is no field of a configuration.")

@@ -61,7 +61,36 @@ class CloverOutput(ModelOutput):
 
 
 class CloverHeads(PreTrainedModel):
-    """Speculative heads for one target. Made by `from_target`, `from_pretrained` or `from_reference_checkpoint`."""
+    """
+    Draft heads for one target, made by `from_target`, `from_pretrained` (or `AutoModel`) or
+    `from_reference_checkpoint`.
+
+    Given to the target's `generate` as `assistant_model`, they draft what it verifies. The target's lm_head, embedding
+    and final norm are borrowed, and a checkpoint holds the heads' own weights only. Two attributes say how they draft:
+    `generation_config.num_assistant_tokens`, the nodes of a tree (the machine chooses by default), and `text_memory`,
+    a `TextMemory` to copy from.
+
+    Args:
+        config ([`CloverConfig`]):
+            What they are built from.
+
+    Example:
+
+    ```python
+    >>> import hf_clover
+    >>> from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+    >>> tokenizer = AutoTokenizer.from_pretrained("org/target")
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> heads = AutoModel.from_pretrained("org/clover-heads")
+
+    >>> inputs = tokenizer("def f(x):", return_tensors="pt")
+    >>> plain = model.generate(**inputs, max_new_tokens=16)
+    >>> drafted = model.generate(**inputs, assistant_model=heads, max_new_tokens=16)
+    >>> bool((drafted == plain).all())
+    True
+    ```
+    """
 
     config: CloverConfig
     config_class = CloverConfig
@@ -117,7 +146,15 @@ class CloverHeads(PreTrainedModel):
         return self.config.decoder_position == "before"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., d]: rows of the target's lm_head or input embedding, as the config says."""
+        """Rows of the target's lm_head or input embedding, as the config says.
+
+        Args:
+            input_ids (`torch.Tensor` of shape `[...]`):
+                Tokens.
+
+        Returns:
+            `torch.Tensor` of shape `[..., d]`
+        """
         rows = F.embedding(input_ids.to(self.borrowed.embedding.device), self.borrowed.embedding)
         rows = rows.to(device=input_ids.device, dtype=self.dtype)
         if self.config.normalize_embeddings:
@@ -132,10 +169,22 @@ class CloverHeads(PreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that head 0 starts from.
+        """The states that head 0 starts from, once per token of the target.
 
-        `attention_mask` is 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it. Positions
-        go on from the cache's length unless they are given. A cache has `config.num_cache_layers` layers.
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, d]`):
+                The target's, before its final norm.
+            input_ids (`torch.Tensor` of shape `[B, T]`):
+                The tokens after them.
+            attention_mask (`torch.Tensor`, *optional*):
+                2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it.
+            position_ids (`torch.Tensor` of shape `[1 or B, T]`, *optional*):
+                Positions go on from the cache's length unless they are given.
+            past_key_values (`Cache`, *optional*):
+                Of `config.num_cache_layers` layers.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, d]`
         """
         return self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)[0]
 
@@ -169,8 +218,17 @@ class CloverHeads(PreTrainedModel):
         return x, to_recall
 
     def recall(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """What `step` is told where the text goes on from `places` [B, T] of it as the draft may: the values of the
-        block's last attention [B, kv_heads, C, head_dim] at these places -> [B, T, 2 w]."""
+        """What `step` is told where the text may go on as it did before.
+
+        Args:
+            values (`torch.Tensor` of shape `[B, kv_heads, C, head_dim]`):
+                Of the block's last attention.
+            places (`torch.Tensor` of shape `[B, T]`):
+                Of the text, from which it may go on.
+
+        Returns:
+            `torch.Tensor` of shape `[B, T, 2 w]`
+        """
         return self.recalled(values_at(values, places))
 
     def rope_and_mask(
@@ -198,10 +256,22 @@ class CloverHeads(PreTrainedModel):
     def step(
         self, level: int, state: torch.Tensor, input_ids: torch.Tensor, recalled: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One head: the state [..., d] and the token before its guess [...] -> (what goes into lm_head, next state).
+        """One head, once per level of a draft.
 
-        Level 0 takes the state that `encode` gave and the target's own token. Without the Regressive Connection
-        every level takes those two. Heads that recall take what `recall` gave [..., 2 w].
+        Args:
+            level (`int`):
+                Which head, from 0.
+            state (`torch.Tensor` of shape `[..., d]`):
+                What `encode` gave at level 0, and without the Regressive Connection at every level; else what the
+                level before gave.
+            input_ids (`torch.Tensor` of shape `[...]`):
+                The token before its guess: the target's own at level 0, and without the Regressive Connection at every
+                level.
+            recalled (`torch.Tensor` of shape `[..., 2 w]`, *optional*):
+                What `recall` gave, for heads that recall.
+
+        Returns:
+            `tuple` of two `torch.Tensor`: what goes into lm_head and the next state, both of shape `[..., d]`
         """
         embedding = None
         if not (level == 0 and self._head_0_has_no_decoder):
@@ -231,6 +301,26 @@ class CloverHeads(PreTrainedModel):
         past_key_values: Cache | None = None,
         return_dict: bool = True,
     ) -> CloverOutput | tuple[torch.Tensor, ...]:
+        """All heads over a text that is known already, as in training.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[B, T, d]`):
+                The target's, before its final norm.
+            input_ids (`torch.Tensor` of shape `[B, T]`):
+                The tokens after them.
+            attention_mask (`torch.Tensor`, *optional*):
+                As for `encode`.
+            position_ids (`torch.Tensor`, *optional*):
+                As for `encode`.
+            past_key_values (`Cache`, *optional*):
+                As for `encode`.
+            return_dict (`bool`, *optional*, defaults to `True`):
+                Off, a tuple in place of the dictionary.
+
+        Returns:
+            `CloverOutput`: `head_outputs` of shape `[K, B, T, d]`, of which head i has the first T - i places, and
+            `state`
+        """
         if hidden_states.shape[:2] != input_ids.shape:
             raise ValueError(
                 f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
@@ -251,7 +341,15 @@ class CloverHeads(PreTrainedModel):
         return output if return_dict else output.to_tuple()
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        """What goes into lm_head [..., d] -> logits [..., V], or [..., draft V] where there is a draft vocabulary."""
+        """The borrowed lm_head.
+
+        Args:
+            x (`torch.Tensor` of shape `[..., d]`):
+                What a head gave.
+
+        Returns:
+            `torch.Tensor` of shape `[..., V]`, or `[..., draft V]` where there is a draft vocabulary
+        """
         borrowed = self.borrowed
         if borrowed.draft_rows is not None:
             rows, bias = borrowed.draft_rows
@@ -275,7 +373,15 @@ class CloverHeads(PreTrainedModel):
         """None of their own: the target's are borrowed. FSDP asks."""
 
     def bind(self, target: nn.Module) -> "CloverHeads":
-        """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself."""
+        """Lend the target's lm_head, embedding and final norm to these heads. `generate` does it by itself.
+
+        Args:
+            target (`PreTrainedModel`):
+                The one that these heads were made for; another is refused.
+
+        Returns:
+            `CloverHeads`: these heads
+        """
         target = unwrap(target)
         lm_head = target.get_output_embeddings()
         kept = self._borrowed
@@ -319,20 +425,69 @@ class CloverHeads(PreTrainedModel):
 
     @classmethod
     def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
-        """New heads for `target`; `fields` are those of `CloverConfig`."""
+        """New heads, on the target's device and in its dtype.
+
+        Args:
+            target (`PreTrainedModel`):
+                A decoder-only model, whole.
+            variant (`str`, *optional*, defaults to `"clover-x"`):
+                As in `CloverConfig`.
+            fields:
+                Any other field of `CloverConfig`.
+
+        Returns:
+            `CloverHeads`: heads that change no token and guess few of them, until they are trained
+
+        Example:
+
+        ```python
+        >>> from hf_clover import CloverHeads
+        >>> from transformers import AutoModelForCausalLM
+
+        >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+        >>> CloverHeads.from_target(model, num_heads=3).config.num_heads
+        3
+        ```
+        """
         return _package("making.from_target").heads_from_target(cls, target, variant, fields)
 
     @classmethod
     def from_reference_checkpoint(
         cls, folder: str | os.PathLike, target: PreTrainedModel, allow_pickle: bool = False
     ) -> "CloverHeads":
-        """Heads trained with the papers' public reference, computing what the reference computes."""
+        """Heads trained with the papers' public reference, computing what the reference computes.
+
+        Args:
+            folder (`str` or `os.PathLike`):
+                The checkpoint's.
+            target (`PreTrainedModel`):
+                The one that they were trained for.
+            allow_pickle (`bool`, *optional*, defaults to `False`):
+                Read torch files where there is no safetensors file, of which weights alone are read.
+
+        Returns:
+            `CloverHeads`: bound to the target
+        """
         return _package("making.reference").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
 
     def generate_with(
         self, model: PreTrainedModel, input_ids: torch.Tensor, num_assistant_tokens: int | None = None, **kwargs: Any
     ) -> Any:
-        """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook."""
+        """For `model.generate(..., custom_generate=heads.generate_with)`: the door that needs no hook.
+
+        Args:
+            model (`PreTrainedModel`):
+                The target; `generate` gives it, and all that follows.
+            input_ids (`torch.Tensor` of shape `[B, T]`):
+                The prompt.
+            num_assistant_tokens (`int`, *optional*):
+                Nodes of each tree; the machine chooses by default.
+            kwargs:
+                What transformers gives to a custom loop.
+
+        Returns:
+            what `generate` returns
+        """
         generate_with = _package("decoding.entry").generate_with
         return generate_with(self, model, input_ids, num_assistant_tokens=num_assistant_tokens, **kwargs)
 
@@ -344,7 +499,8 @@ class CloverHeads(PreTrainedModel):
         )
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """transformers' own, and all that a push would bring but the card: the folder can be uploaded as it is."""
+        """As `PreTrainedModel.save_pretrained`, and with all that a push would bring but the card: the folder can be
+        uploaded as it is."""
         os.makedirs(save_directory, exist_ok=True)
         self.generation_config.save_pretrained(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -353,6 +509,8 @@ class CloverHeads(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `PreTrainedModel.from_pretrained`. Safetensors alone is read unless `use_safetensors=False`, and a
+        checkpoint that does not fit its configuration is refused before memory is taken for it."""
         hub_options = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
         hub_kwargs = {name: kwargs[name] for name in hub_options if kwargs.get(name) is not None}
         if kwargs.get("use_safetensors") is None:
@@ -385,7 +543,25 @@ class CloverHeads(PreTrainedModel):
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, expected_keys)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Publish these heads with their model card in one commit; the arguments are those of `push_heads`."""
+        """Publish these heads with their model card in one commit.
+
+        Args:
+            repo_id (`str`):
+                The repository, which is made where it does not exist.
+            kwargs:
+                `private`, `token`, `revision`, `create_pr`, `commit_message` and `commit_description` as for
+                `huggingface_hub.HfApi.create_commit`; `results` and `plots`, measured figures and pictures for the
+                card; and what else the card's metadata is to have, such as `license`.
+
+        Returns:
+            `huggingface_hub.CommitInfo`
+
+        Example:
+
+        ```python
+        >>> heads.push_to_hub("org/clover-heads", license="apache-2.0")  # doctest: +SKIP
+        ```
+        """
         return _package("hub.push").push_heads(self, repo_id, **kwargs)
 
 

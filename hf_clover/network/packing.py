@@ -109,11 +109,29 @@ def plain_weight(module: nn.Module | None) -> Any:
 
 
 def pack_for_cpu(model: nn.Module) -> int:
-    """Pack the linear layers of a target or of heads for inference on a CPU, in place; returns how many gain by it.
+    """Pack the linear layers of a target or of heads for inference on a CPU, in place.
 
     Tokens are those of the packed model, whose logits differ from the plain one's in the last bits. A model may be
     packed in float32 and, where the processor has it, in bfloat16. Layers of other kinds (quantised ones) stay as
     they are. Draft with packed weights only where the target is packed too. `hf_clover.unpack(model)` undoes it.
+
+    Args:
+        model (`torch.nn.Module`):
+            In evaluation mode, on the CPU.
+
+    Returns:
+        `int`: how many layers gain by it
+
+    Example:
+
+    ```python
+    >>> import hf_clover
+    >>> from transformers import AutoModelForCausalLM
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> hf_clover.pack_for_cpu(model)  # a tiny model, whose layers are too small to gain
+    0
+    ```
     """
     if model.training:
         raise ValueError(
@@ -142,7 +160,27 @@ def pack_for_cpu(model: nn.Module) -> int:
 
 
 def unpack(model: nn.Module) -> None:
-    """Give back what `pack_for_cpu` rearranged; a model that is not packed stays as it is."""
+    """Give back what `pack_for_cpu` rearranged; a model that is not packed stays as it is.
+
+    Args:
+        model (`torch.nn.Module`):
+            The model that was packed.
+
+    Example:
+
+    ```python
+    >>> import hf_clover
+    >>> import torch
+
+    >>> layer = torch.nn.Linear(512, 512).eval()
+    >>> weight = layer.weight.detach().clone()
+    >>> hf_clover.pack_for_cpu(layer)
+    1
+    >>> hf_clover.unpack(layer)
+    >>> torch.equal(layer.weight, weight)
+    True
+    ```
+    """
     done: dict[int, nn.Parameter] = {}
     for layer in filter(is_packed, model.modules()):
         key = id(layer.weight)

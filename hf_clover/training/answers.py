@@ -56,17 +56,36 @@ class Answers(Protocol):
 
 
 class TargetAnswers:
-    """Answers by the target's own `generate`, in batches.
+    """
+    Answers by the target's own `generate`, in batches.
 
     Args:
-        model: the target.
-        tokenizer: the target's.
-        assistant_model: heads to speculate with; the answers stay the target's.
-        batch_size: prompts in one call of `generate`, which are of about the same length; the longest go first.
-        seed: for samples. Without heads an answer depends on the seed and its own prompt (and on rounding): not on the
+        model (`PreTrainedModel`):
+            The target.
+        tokenizer (`PreTrainedTokenizerBase`):
+            The target's.
+        assistant_model ([`CloverHeads`], *optional*):
+            Heads to speculate with; the answers stay the target's.
+        batch_size (`int`, *optional*, defaults to 32):
+            Prompts in one call of `generate`, which are of about the same length; the longest go first.
+        seed (`int`, *optional*, defaults to 0):
+            For samples. Without heads an answer depends on the seed and its own prompt (and on rounding): not on the
             order, the batch, the number of processes or on where a run was stopped. A prompt that comes twice gets the
             same answer twice. With heads it depends on the other prompts of its batch too.
-        generation_kwargs: for `generate`, such as `max_new_tokens` (1024 unless given), `do_sample`, `temperature`.
+        generation_kwargs:
+            For `generate`, such as `max_new_tokens` (1024 unless given), `do_sample`, `temperature`.
+
+    Example:
+
+    ```python
+    >>> from hf_clover.training import TargetAnswers
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> answers = TargetAnswers(model, AutoTokenizer.from_pretrained("org/target"), max_new_tokens=8)
+    >>> [(place, type(answer)) for place, answer in answers(["def f(x):"])]
+    [(0, <class 'str'>)]
+    ```
     """
 
     def __init__(
@@ -143,14 +162,30 @@ class TargetAnswers:
 
 
 class EndpointAnswers:
-    """Answers by a server that speaks OpenAI's chat interface, such as vLLM, SGLang or TGI serving the target.
+    """
+    Answers by a server that speaks OpenAI's chat interface, such as vLLM, SGLang or TGI serving the target.
 
     Args:
-        base_url: of the server, for example `"http://localhost:8000/v1"`.
-        model: the name under which the server knows the target.
-        api_key: where the server wants one.
-        concurrency: requests under way at once.
-        request_kwargs: for each request, such as `max_tokens` (1024 unless given) and `temperature`.
+        base_url (`str`):
+            Of the server.
+        model (`str`):
+            The name under which the server knows the target.
+        api_key (`str`, *optional*):
+            Where the server wants one.
+        concurrency (`int`, *optional*, defaults to 64):
+            Requests under way at once.
+        request_kwargs:
+            For each request, such as `max_tokens` (1024 unless given) and `temperature`.
+
+    Example:
+
+    ```python
+    >>> from hf_clover.training import EndpointAnswers
+
+    >>> answers = EndpointAnswers("http://localhost:8000/v1", "Qwen/Qwen3-0.6B", temperature=0.7)
+    >>> answers.settings
+    {'model': 'Qwen/Qwen3-0.6B', 'max_tokens': 1024, 'temperature': 0.7}
+    ```
     """
 
     def __init__(
@@ -195,15 +230,33 @@ class EndpointAnswers:
 
 
 def regenerate(dataset: Dataset, answers: Answers, output_dir: str | os.PathLike) -> Dataset:
-    """Answer every prompt of `dataset` and return the answers, which are kept in `output_dir`.
-
-    Under `accelerate launch` each process answers its share.
+    """Answer every prompt of a dataset. Under `accelerate launch` each process answers its share.
 
     Args:
-        dataset: with a column `prompt` (texts or messages), or `messages` or `conversations`, of which everything up
-            to the last message of the user is the prompt.
-        answers: where answers come from: a `TargetAnswers` or an `EndpointAnswers`.
-        output_dir: belongs to one dataset and one kind of answers; running again continues what is missing.
+        dataset (`Dataset`):
+            With a column `prompt` (texts or messages), or `messages` or `conversations`, of which everything up to the
+            last message of the user is the prompt.
+        answers ([`TargetAnswers`] or [`EndpointAnswers`]):
+            Where answers come from.
+        output_dir (`str` or `os.PathLike`):
+            Where they are kept. It belongs to one dataset and one kind of answers; running again continues what is
+            missing.
+
+    Returns:
+        `Dataset`: with the columns `prompt` and `completion`
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from hf_clover.training import TargetAnswers, regenerate
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> answers = TargetAnswers(model, AutoTokenizer.from_pretrained("org/target"), max_new_tokens=8)
+    >>> regenerate(Dataset.from_dict({"prompt": ["def f(x):"]}), answers, "answers").column_names
+    ['prompt', 'completion']
+    ```
     """
     if not {"prompt", "messages", "conversations"} & set(dataset.column_names):
         raise ValueError(

@@ -44,12 +44,6 @@ class AcceptanceCallback(TrainerCallback):
     The three numbers are also among the evaluation's metrics, so that transformers keeps the best checkpoint by them:
     `metric_for_best_model="tokens_per_forward"` with `load_best_model_at_end=True`.
 
-    Usage:
-    ```python
-    >>> trainer = CloverTrainer(...)
-    >>> trainer.add_callback(AcceptanceCallback(trainer))
-    ```
-
     Args:
         trainer ([`CloverTrainer`]):
             Trainer to which the callback will be attached.
@@ -64,6 +58,24 @@ class AcceptanceCallback(TrainerCallback):
             The number of tokens to generate from each.
         freq (`int`, *optional*):
             The number of steps between measurements. If not provided, the callback measures at each evaluation.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from hf_clover import AcceptanceCallback, CloverTrainer, CloverTrainingConfig
+
+    >>> dataset = load_dataset("trl-lib/Capybara")
+    >>> trainer = CloverTrainer(
+    ...     teacher_model="Qwen/Qwen3-0.6B",
+    ...     args=CloverTrainingConfig("my-heads", report_to="none"),
+    ...     train_dataset=dataset["train"],
+    ...     eval_dataset=dataset["test"],
+    ... )
+    >>> trainer.add_callback(AcceptanceCallback(trainer, max_new_tokens=8))
+    >>> trainer.evaluate()["eval_tokens_per_forward"] >= 1
+    True
+    ```
     """
 
     def __init__(
@@ -146,7 +158,11 @@ class AcceptanceCallback(TrainerCallback):
 
     @torch.no_grad()
     def measure(self) -> tuple[dict[str, float], str]:
-        """The three numbers, and one sample with its accepted tokens marked. Every process does all prompts."""
+        """Every process does all prompts.
+
+        Returns:
+            `tuple[dict[str, float], str]`: the three numbers, and one sample with its accepted tokens marked
+        """
         trainer, heads = self.trainer, self.trainer.heads
         was_training = trainer.model.training
         trainer.model.eval()
@@ -224,7 +240,12 @@ class _Generation:
 
 class KeepSpecialTokens(TrainerCallback):
     """Leaves the heads' special tokens the target's, which the trainer makes the tokenizer's when it starts: the
-    target keeps its own, and a pipeline would take the two for models with different tokenizers."""
+    target keeps its own, and a pipeline would take the two for models with different tokenizers.
+
+    Args:
+        target (`PreTrainedModel`):
+            Whose special tokens they are.
+    """
 
     def __init__(self, target: PreTrainedModel) -> None:
         self.target = target

@@ -26,14 +26,10 @@ WITH_MUON = {"clover-x": True, "clover-2": False, "clover": False, "medusa": Fal
 @dataclass
 class CloverTrainingConfig(SFTConfig):
     r"""
-    Configuration class for the [`CloverTrainer`].
+    Configuration of the [`CloverTrainer`]: trl's `SFTConfig` with what heads add to it. What is listed here is new, or
+    has another default than there; for the rest see [`~trl.SFTConfig`] and [`~transformers.TrainingArguments`].
 
-    Only the parameters that are specific to Clover heads are listed. For the others see [`~trl.SFTConfig`] and
-    [`~transformers.TrainingArguments`].
-
-    Parameters:
-        > Parameters that control the heads and their target
-
+    Args:
         model_init_kwargs (`dict[str, Any]`, *optional*):
             Where the trainer makes the heads itself: the arguments of [`CloverHeads.from_target`], that is `variant`
             and any field of [`CloverConfig`]. Where it loads them from a path: those of `from_pretrained`.
@@ -45,9 +41,6 @@ class CloverTrainingConfig(SFTConfig):
         draft_vocab_size (`int`, *optional*):
             The heads score only so many ids, the most frequent ones of the training set, which makes drafting cheaper
             where the vocabulary is large. The ids are stored with the heads.
-
-        > Parameters that control the loss
-
         loss_type (`str`, *optional*):
             Of each head; defaults to that of the heads' config. `"clover-2"`: SmoothL1 to the target's state plus soft
             cross-entropy, as in the paper. `"clover"`: soft cross-entropy. `"kl"`: the same with the target's entropy
@@ -55,16 +48,15 @@ class CloverTrainingConfig(SFTConfig):
             from the head is accepted.
         loss_decay (`float`, *optional*):
             Head i counts `loss_decay ** i`. Defaults to that of the heads' config (0.7).
-        hidden_loss_weight, token_loss_weight (`float`, *optional*):
-            Weights of the two terms. Default to those of the heads' config; with a `loss_type` other than
-            `"clover-2"` there is no hidden term unless it is given a weight here.
+        hidden_loss_weight (`float`, *optional*):
+            Weight of the SmoothL1 term. Defaults to that of the heads' config; with a `loss_type` other than
+            `"clover-2"` there is no such term unless it is given a weight here.
+        token_loss_weight (`float`, *optional*):
+            Weight of the term of tokens. Defaults to that of the heads' config.
         label_mask (`bool`, *optional*, defaults to `False`):
             The paper's label mask: a head's prediction counts only while every token it was fed was inside the
             target's top-64 and top-p 0.8. Means are still over all labelled positions, so that a batch gives the same
             gradient in one piece and in several.
-
-        > Parameters that control the steps
-
         muon_learning_rate (`float`, *optional*):
             The matrices are trained with Muon at this rate, whatever their sizes, and everything else with AdamW at
             `learning_rate`; 0 leaves all to AdamW. Defaults to 0.02 for heads of the variant `"clover-x"`, more in
@@ -72,25 +64,44 @@ class CloverTrainingConfig(SFTConfig):
             DeepSpeed, and where `optim` is given. Needs torch 2.9.
         weight_decay (`float`, *optional*):
             Of the matrices. Defaults to 0.1 with Muon, and to 0 without.
-
-        > Parameters that control the target's pass
-
         precompute_targets (`bool`, *optional*, defaults to `False`):
             Run the target once over the training set, keep its hidden states on disk in bfloat16, and train from
             there: for several epochs, or several runs over the same data.
         precompute_dir (`str`, *optional*):
             Where they are kept. Defaults to `target_states` inside `output_dir`. An interrupted pass is continued, a
             finished one used again.
+        learning_rate (`float`, *optional*, defaults to 1e-3):
+            Of AdamW.
+        adam_beta2 (`float`, *optional*, defaults to 0.95):
+            Of AdamW.
+        max_grad_norm (`float`, *optional*, defaults to 0.5):
+            Longest gradient that is not cut.
+        warmup_steps (`float`, *optional*, defaults to 0.02):
+            Steps of linear warm-up; a number below 1 is a share of all steps.
+        max_length (`int`, *optional*, defaults to 2048):
+            Longer sequences are cut.
+        gradient_checkpointing (`bool`, *optional*):
+            Refused: heads are a few layers at most.
+        label_smoothing_factor (`float`, *optional*, defaults to 0.0):
+            Refused: the labels are the target's distribution already.
+        neftune_noise_alpha (`float`, *optional*):
+            Refused: heads have no input embedding of their own.
+        use_liger_kernel (`bool`, *optional*, defaults to `False`):
+            Refused: the loss works in chunks already.
+        router_aux_loss_coef (`float`, *optional*):
+            Refused: the target is frozen, so its router learns nothing.
 
-    > [!NOTE]
-    > These parameters have default values different from [`~trl.SFTConfig`]:
-    > - `learning_rate`: Defaults to `1e-3` instead of `2e-5`.
-    > - `adam_beta2`: Defaults to `0.95` instead of `0.999`.
-    > - `max_grad_norm`: Defaults to `0.5` instead of `1.0`.
-    > - `warmup_steps`: Defaults to `0.02` (of all steps) instead of `0`.
-    > - `max_length`: Defaults to `2048` instead of `1024`.
-    > - `gradient_checkpointing`: Is off instead of on.
-    > - `use_cpu`: Is on where there is nothing else, and `bf16` there only where the processor multiplies bfloat16.
+    `use_cpu` is on where there is nothing else, and `bf16` there only where the processor multiplies bfloat16.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import CloverTrainingConfig
+
+    >>> args = CloverTrainingConfig("my-heads", model_init_kwargs={"variant": "clover-2"}, draft_vocab_size=8192)
+    >>> args.learning_rate, args.max_length
+    (0.001, 2048)
+    ```
     """
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]

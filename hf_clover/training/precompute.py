@@ -52,16 +52,36 @@ def precompute_targets(
     accelerator: Accelerator,
     shard_bytes: int = SHARD_BYTES,
 ) -> Dataset:
-    """The dataset with its target's hidden states, which are made where `folder` does not hold them yet.
+    """A dataset's hidden states of the target, made where the folder does not hold them yet. The trainer calls this
+    where `precompute_targets` is on.
 
     Args:
-        target: runs the target over a batch.
-        dataset: tokenised and, as the case may be, packed.
-        collator: makes a batch of samples; the same that training uses.
-        folder: where the states are kept. It belongs to one dataset and one target.
-        batch_size: samples in one pass of the target.
-        accelerator: says which share of the work is this process's.
-        shard_bytes: size of a shard, which is what an interruption may cost.
+        target (`Teacher`):
+            Runs the target over a batch; the trainer's is `trainer.teacher`.
+        dataset (`Dataset`):
+            Tokenised and, as the case may be, packed.
+        collator (`Callable`):
+            Makes a batch of samples; the same that training uses.
+        folder (`str` or `os.PathLike`):
+            Where the states are kept. It belongs to one dataset and one target.
+        batch_size (`int`):
+            Samples in one pass of the target.
+        accelerator (`Accelerator`):
+            Says which share of the work is this process's.
+        shard_bytes (`int`, *optional*, defaults to 256 MiB):
+            Size of a shard, which is what an interruption may cost.
+
+    Returns:
+        `Dataset`: with the states beside each sample
+
+    Example:
+
+    ```python
+    >>> from hf_clover.training import precompute_targets
+
+    >>> parts = trainer.teacher, trainer.train_dataset, trainer.data_collator  # doctest: +SKIP
+    >>> states = precompute_targets(*parts, "states", 8, trainer.accelerator)  # doctest: +SKIP
+    ```
     """
     if isinstance(dataset, IterableDataset):
         raise ValueError(

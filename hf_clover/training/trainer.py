@@ -77,21 +77,7 @@ require(
 
 class CloverTrainer(WholeCheckpoints, SFTTrainer):
     """
-    Trainer that distils Clover heads from a frozen target.
-
-    Example:
-
-    ```python
-    >>> from datasets import load_dataset
-    >>> from hf_clover import CloverTrainer, CloverTrainingConfig
-
-    >>> trainer = CloverTrainer(
-    ...     teacher_model="Qwen/Qwen3-0.6B",
-    ...     args=CloverTrainingConfig("Qwen3-0.6B-Clover", packing=True),
-    ...     train_dataset=load_dataset("trl-lib/Capybara", split="train"),
-    ... )
-    >>> trainer.train()
-    ```
+    Trainer that distils Clover heads from a frozen target: trl's `SFTTrainer` with another model and another loss.
 
     Args:
         model (`CloverHeads`, [`~peft.PeftModel`] of one, or `str`, *optional*):
@@ -103,13 +89,42 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             `args.teacher_model_init_kwargs`. Its weights are not changed.
         args ([`CloverTrainingConfig`], *optional*):
             Configuration for this trainer.
+        data_collator (`DataCollator`, *optional*):
+            As for [`~trl.SFTTrainer`].
+        train_dataset ([`~datasets.Dataset`] or [`~datasets.IterableDataset`]):
+            As for [`~trl.SFTTrainer`], with all its formats.
+        eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a dictionary of them, *optional*):
+            As for [`~trl.SFTTrainer`], with all its formats.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
             The target's tokenizer. If `None`, it is loaded from where the target came from.
+        callbacks (list of [`~transformers.TrainerCallback`], *optional*):
+            As for [`~trl.SFTTrainer`].
+        optimizers (`tuple`, *optional*, defaults to `(None, None)`):
+            As for [`~trl.SFTTrainer`].
+        optimizer_cls_and_kwargs (`tuple`, *optional*):
+            As for [`~trl.SFTTrainer`].
         peft_config ([`~peft.PeftConfig`], *optional*):
             Train an adapter on existing heads instead of the heads, for example to fit published heads to a
             fine-tuned target. `target_modules` defaults to all linear layers.
-        data_collator, train_dataset, eval_dataset, callbacks, optimizers, optimizer_cls_and_kwargs, formatting_func:
-            As for [`~trl.SFTTrainer`], with all its dataset formats.
+        formatting_func (`Callable`, *optional*):
+            As for [`~trl.SFTTrainer`].
+        refused:
+            What else [`~trl.SFTTrainer`] takes has no meaning for heads, and is refused by name.
+
+    Example:
+
+    ```python
+    >>> from datasets import load_dataset
+    >>> from hf_clover import CloverTrainer, CloverTrainingConfig
+
+    >>> trainer = CloverTrainer(
+    ...     teacher_model="Qwen/Qwen3-0.6B",
+    ...     args=CloverTrainingConfig("my-heads", max_steps=2, report_to="none"),
+    ...     train_dataset=load_dataset("trl-lib/Capybara", split="train"),
+    ... )
+    >>> trainer.train().global_step
+    2
+    ```
     """
 
     args: CloverTrainingConfig
@@ -272,12 +287,12 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
     # ------------------------------------------------------------------ training
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As [`~transformers.Trainer.train`]. Ctrl-C ends it after the current step, with a checkpoint."""
+        """As `Trainer.train`. Ctrl-C ends it after the current step, with a checkpoint."""
         with self._stop_on_interrupt.listening():
             return super().train(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """As [`~transformers.Trainer.create_scheduler`]: only here the number of steps is known, and Muon's rate."""
+        """As `Trainer.create_scheduler`: only here the number of steps is known, and Muon's rate."""
         if self.args.muon_learning_rate is None:
             self.args.muon_learning_rate = muon_rate(num_training_steps)
             own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -400,7 +415,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         return {"heads": self.heads, "results": results, "tags": sorted({*self._tag_names, *given})}
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """As [`~transformers.Trainer.init_hf_repo`], and where no Hub answers, it is said in a sentence."""
+        """As `Trainer.init_hf_repo`, and where no Hub answers, it is said in a sentence."""
         with asking_the_hub("The repository of `hub_model_id` could not be made."):
             super().init_hf_repo(*args, **kwargs)
 
@@ -415,9 +430,9 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
     ) -> CommitInfo | None:
-        """Save the heads (or the adapter) and push them with their card, results and code to `args.hub_model_id`, in
-        one commit. Card and results in `args.output_dir` change when the push went through. `blocking` is always true;
-        the others are as for [`~transformers.Trainer.push_to_hub`] and for `create_model_card`.
+        """As `Trainer.push_to_hub`: save the heads (or the adapter) and push them with their card, results and code to
+        `args.hub_model_id`, in one commit. Card and results in `args.output_dir` change when the push went through.
+        `blocking` is always true.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
