@@ -1,5 +1,7 @@
 """What a forward takes beside its tokens: in a tree what plain generate would pass on at each step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from oracle import planted
@@ -14,7 +16,7 @@ from zoo import CASES, build, ragged_batch, redraw
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.support import CloverWarning, choose_route
 
 VOCABULARY, NEW = 24, 24
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
@@ -181,3 +183,25 @@ def test_positions_that_a_class_makes_by_itself():
         plain, ours = both(target, ragged_batch(VOCABULARY, (7,)))
     assert torch.equal(ours.sequences, plain)
     assert ours.speculation.method != "tree"
+
+
+def test_a_class_that_wants_all_that_plain_generate_passes_on():
+    """As mllama's does."""
+
+    class Strict(LlamaForCausalLM):
+        def _update_model_kwargs_for_generation(self, outputs, model_kwargs, is_encoder_decoder, **kwargs):
+            return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, **kwargs)
+
+    target = build("llama", vocab_size=VOCABULARY)
+    target.__class__ = Strict
+    plain, ours = both(target, ragged_batch(VOCABULARY, (5, 9, 3)))
+    assert torch.equal(ours.sequences, plain)
+    assert ours.speculation.method == "tree"
+    assert ours.speculation.accepted_tokens > NEW // 3
+
+
+def test_a_text_of_codebooks_is_continued_plainly():
+    """As CSM's speech is."""
+    target, text = build("llama"), SimpleNamespace(input_ids=[torch.ones(2, 5, 32, dtype=torch.long)])
+    route = choose_route(target, text, target.generation_config, {})
+    assert (route.method, route.reason) == ("plain", "each place of its text holds 32 numbers, and not one token")

@@ -89,7 +89,8 @@ def generate_plainly(target: "PreTrainedModel", *arguments: Any, **options: Any)
 def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict, tokens: int = 1) -> dict[str, Any]:
     """What the next forward takes beside its tokens, once so many more are there."""
     update = target._update_model_kwargs_for_generation
-    return update(outputs, inputs, num_new_tokens=tokens)  # type: ignore[operator]
+    asked = {"is_encoder_decoder": target.config.is_encoder_decoder, "num_new_tokens": tokens}
+    return update(outputs, inputs, **asked)  # type: ignore[operator]
 
 
 def inputs_of_step(

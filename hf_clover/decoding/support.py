@@ -80,6 +80,8 @@ def choose_route(
     if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{type(cache).__name__}`"
         return Route(PLAIN, f"a tree cannot be kept in {kept}")
+    if text.input_ids[0].dim() > 2:  # [B, T, codebooks]
+        return Route(PLAIN, f"each place of its text holds {text.input_ids[0].shape[-1]} numbers, and not one token")
     reason = _why_only_one_by_one(target, text, model_kwargs)
     if reason is not None:
         return Route(PLAIN, reason)
