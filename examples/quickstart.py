@@ -39,14 +39,16 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     parser.add_argument("--max-new-tokens", type=int, default=200)
     args = parser.parse_args(argv)
     console, load = Console(highlight=False), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if args.target is None:
+    name = args.target
+    if name is None:
         get(console)
-        _, args.target, args.heads = at_hand()
+        name, args.target, args.heads = at_hand()
     hide_loading_bars()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     heads = AutoModel.from_pretrained(args.heads, dtype=torch.float32)
-    console.print(f"{size_of(target)} parameters, with heads of {size_of(heads)}, on {cores()} of a processor.\n")
+    sizes = f"{size_of(target)} parameters, with heads of {size_of(heads)}"
+    console.print(f"{name}: {sizes}, on {cores()} of a processor.\n")
     hf_clover.pack_for_cpu(target)  # for both sides: a forward over a few tokens costs little more than over one
 
     prompts = default_prompts(tokenizer)

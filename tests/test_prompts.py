@@ -145,3 +145,28 @@ def test_bad_question_files(tokenizer, tmp_path, text, said):
 def test_per_category_needs_categories(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"`per_category=2`: no prompt of .* has a `category`; pass `num_prompts`"):
         load_questions(questions_in(tmp_path, [{"turns": ["a"]}]), tokenizer, per_category=2)
+
+
+def test_a_target_that_answers_is_asked_what_people_ask():
+    from tiny_text import CHAT_TEMPLATE, make_tokenizer
+
+    from hf_clover.measure.prompts import QUESTIONS, default_prompts
+
+    tokenizer = make_tokenizer()
+    assert default_prompts(tokenizer) == "stand-in"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert default_prompts(tokenizer) == "everyday"
+    asked = load_questions("everyday", tokenizer, limit=3)
+    assert [question.turns[0][0]["content"] for question in asked] == list(QUESTIONS[:3])
+    assert len(load_questions("everyday", tokenizer)) == len(QUESTIONS) == 8
+
+
+def test_a_title_names_a_target_whose_folder_says_no_more():
+    from tiny_text import make_target
+
+    from hf_clover.measure.circumstances import circumstances
+
+    target = make_target()
+    for folder, said in (("runs/target", "llama-0.0M"), ("org/SmolLM2", "SmolLM2"), ("", "llama-0.0M")):
+        target.config.name_or_path = folder
+        assert circumstances(target, "everyday", [], 8)["target"] == said

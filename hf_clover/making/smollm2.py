@@ -16,7 +16,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -99,8 +98,9 @@ def _from_package() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
         # transformers reads the file's header for config, weights and tokenizer, and makes a table of names
         # for each module: half of the time. It shows a bar of its own, too.
-        once: Any = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
-        with mock.patch.multiple(gguf, **once), contextlib.redirect_stderr(io.StringIO()):
+        reader, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
+        once = mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=names)
+        with once, contextlib.redirect_stderr(io.StringIO()):
             return _load(name=str(file.parent), gguf_file=file.name)
 
 

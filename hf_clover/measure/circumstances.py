@@ -68,7 +68,8 @@ def _name_of(target: PreTrainedModel) -> str:
     name = Path(target.config.name_or_path or "").name
     if name not in ("", "target", "model"):
         return name
-    return f"{target.config.model_type} of {target.num_parameters() / 1e6:.1f} M parameters"
+    millions = target.num_parameters() / 1e6
+    return f"{target.config.model_type}-{millions:.{'1f' if millions < 10 else '0f'}}M"
 
 
 def circumstances(
