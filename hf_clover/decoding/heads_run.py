@@ -124,7 +124,8 @@ class HeadsRun:
         if places >= WATCHED or tree.size < 2:
             return
         for row, path, draft in zip(self.text.running_rows(), paths, tree.tokens[:, 1].tolist(), strict=True):
-            places, right = places + 1, right + (int(row[len(row) - len(path)]) == draft)
+            if path:  # a row that has ended walks nothing
+                places, right = places + 1, right + (int(row[len(row) - len(path)]) == draft)
         known[self.heads] = places, right
         if places >= WATCHED and right < HOPELESS * places:
             warn(
