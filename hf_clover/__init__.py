@@ -22,6 +22,7 @@ _HOME = {
     "CloverHeads": "network.modeling_clover",
     "CloverTrainer": "training.trainer",
     "CloverTrainingConfig": "training.config",
+    "DraftLogitsProcessor": "decoding.obeying",
     "Eagle3Config": "network.configuration_eagle3",
     "Eagle3Heads": "network.modeling_eagle3",
     "Speculation": "decoding.record",
@@ -42,6 +43,7 @@ __all__ = [
     "CloverHeads",
     "CloverTrainer",
     "CloverTrainingConfig",
+    "DraftLogitsProcessor",
     "Eagle3Config",
     "Eagle3Heads",
     "Speculation",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .decoding.candidates import CloverCandidateGenerator
     from .decoding.copying import TextMemory
     from .decoding.hook import install_hook, uninstall_hook
+    from .decoding.obeying import DraftLogitsProcessor
     from .decoding.record import Speculation, speculations
     from .making.published import load_heads
     from .network.configuration_clover import CloverConfig

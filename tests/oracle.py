@@ -18,7 +18,6 @@ from hf_clover.network.modeling_heads import DraftHeads
 
 
 class PlantingDrafter(CloverDrafter):
-    can_be_static = False
     truth: torch.Tensor
     rng: random.Random
     start: int  # how many of the truth's columns are the prompt

@@ -101,8 +101,6 @@ class KnowingHeads:
 
 
 class OracleDrafter(CloverDrafter):
-    can_be_static = False
-
     def __init__(self, oracle: Oracle, heads: CloverHeads, *how: Any) -> None:
         super().__init__(KnowingHeads(heads, oracle), *how)
 

@@ -147,7 +147,7 @@ def grow_in_shape(
 
     def foreseen(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
         logits = expand(level, chosen, tokens)
-        return logits if foresight is None else foresight.weigh(level, logits, vocabulary)
+        return logits if foresight is None else foresight.weigh(level, logits, vocabulary, chosen, tokens)
 
     score, depth = expand if foresight is None else foreseen, config.draft_depth
     if shape == "levels":
@@ -158,8 +158,6 @@ def grow_in_shape(
 
 
 class CloverDrafter:
-    can_be_static = True  # a draft of static shapes, compiled or as a graph, gives the same trees
-
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None

@@ -31,8 +31,16 @@ class Foresight:
     log_noise: torch.Tensor  # [B, D, V]
     temperature: float
 
-    def weigh(self, level: int, logits: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-        """Logits [B, W, U] of tokens at a level -> the same, by how likely plain generate will pick them."""
+    def weigh(
+        self,
+        level: int,
+        logits: torch.Tensor,
+        vocabulary: torch.Tensor | None,
+        chosen: "torch.Tensor | None" = None,
+        tokens: "torch.Tensor | None" = None,
+    ) -> torch.Tensor:
+        """Logits [B, W, U] of tokens at a level -> the same, by how likely plain generate will pick them, whatever the
+        beams are that they stand below: `chosen` and `tokens` as `tree.Expand` is given them."""
         noise = self._of_level(level, vocabulary)[..., : logits.shape[-1]].to(logits.device)  # [B, 1, U]
         log_probs = torch.log_softmax(logits.float() / self.temperature, dim=-1)
         hopeless = (log_probs < log_probs.amax(-1, keepdim=True) + math.log(LEAST)) & (noise > KNOWN)

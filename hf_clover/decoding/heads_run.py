@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import Cache
 
 from ..network.modeling_heads import DraftHeads
@@ -22,6 +23,7 @@ from .drafting import CloverDrafter, drafter_of_conversation
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
 from .interfaces import Budget, Drafter, Run
+from .obeying import Obedience, must_obey
 from .state import Text
 from .static_drafting import compiled_drafter
 from .static_target import StaticTreeCache
@@ -46,6 +48,7 @@ class HeadsRun:
     def __init__(self, heads: DraftHeads, budget: Budget, run: Run, text: Text) -> None:
         self.heads, self.run, self.text, self.budget = heads, run, text, budget
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
+        self.obeys = must_obey([processor for those in text.processors for processor in those])
         self.drafter = self._drafter_of_conversation(heads)
         budget.has_fixed_reach = run.is_compiled
         waits = run.shape == "chain" and len(text.finished) > 1  # rows wait for each other
@@ -65,7 +68,7 @@ class HeadsRun:
         is_static = isinstance(run.cache, StaticTreeCache) and not run.has_the_users_cache
         network = heads if is_static else drafting_copy(heads, run.target)
         eager = drafter_of_conversation(heads, network, run.theirs, rows, run.known_columns, mask, block)
-        if type(eager) is not CloverDrafter:
+        if self.obeys or type(eager) is not CloverDrafter:
             return eager
         if isinstance(run.cache, StaticTreeCache) and is_static:
             return run.hold(
@@ -110,7 +113,7 @@ class HeadsRun:
             index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)  # [B, m]
             hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))
         tokens = [
-            torch.nn.functional.pad(row[len(row) - count :], (0, longest - count))
+            F.pad(row[len(row) - count :], (0, longest - count))
             for row, count in zip(text.running_rows(), counts, strict=True)
         ]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
@@ -139,13 +142,17 @@ class HeadsRun:
 
     def draft(self, vocab_size: int) -> Tree:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
-        text, unfinished, paths = self.text, self.text.unfinished, self._copied_paths()
+        text, unfinished = self.text, self.text.unfinished
+        obedience = Obedience(text, vocab_size) if self.obeys else None
+        paths = self._known_paths(obedience)
         lengths = [self.run.cache.lengths[place] for place in unfinished]
         copies = None if paths is None else paths[1][unfinished]  # [rows, k]
         nodes, copied = self.budget.ask(lengths, self.run.replayed, copies)
         self.drafted = 0 if self.run.must_settle else nodes
         levels = min(self.drafted, self.drafter.config.draft_depth)
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
+        if obedience is not None:
+            obedience.foresight, foresight = foresight, obedience
         with in_own_precision(self.drafter.heads):
             tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
         if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
@@ -156,6 +163,25 @@ class HeadsRun:
             finished = torch.tensor(text.finished, device=tree.tokens.device)
             tree = with_chain(tree, finished, text.pad)
         return tree
+
+    def _known_paths(self, obedience: Obedience | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What is drafted without the heads, tokens [B, k] and joint log-probabilities [B, k]: what a row is forced to
+        go on with, or else what is copied for it."""
+        copied = self._copied_paths()
+        if obedience is None or self.run.must_settle:
+            return copied
+        if copied is not None:
+            copied = copied[0], obedience.cut(*copied)
+        forced = obedience.forced()
+        if forced is None or copied is None:
+            return forced or copied
+        width = max(forced[0].shape[1], copied[0].shape[1])
+        (tokens, sure), (others, hopes) = (
+            (F.pad(path, (0, width - path.shape[1])), F.pad(joint, (0, width - path.shape[1]), value=-torch.inf))
+            for path, joint in (forced, copied)
+        )
+        is_forced = sure[:, :1] == 0  # [B, 1]
+        return torch.where(is_forced, tokens, others), torch.where(is_forced, sure, hopes)
 
     def _copied_paths(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """What is copied for the running rows, tokens [B, k] and joint log-probabilities [B, k]; None for nothing."""

@@ -23,7 +23,6 @@ from .tree import Tree, root_only
 class PathDrafter(CloverDrafter):
     """The state kept for the root is the layers' output at the last position."""
 
-    can_be_static = False
     heads: Any  # with these methods
     cache: TreeCache
 

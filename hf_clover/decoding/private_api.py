@@ -37,6 +37,14 @@ def generation_mixin() -> "type[GenerationMixin]":
     return GenerationMixin
 
 
+def allowed_by(processor: Any) -> "Callable[[int, torch.Tensor], list[int]] | None":
+    """`prefix_allowed_tokens_fn` of a processor that asks one: `generate` wraps it, and keeps it nowhere else."""
+    from transformers import PrefixConstrainedLogitsProcessor
+
+    is_one = type(processor) is PrefixConstrainedLogitsProcessor
+    return getattr(processor, "_prefix_allowed_tokens_fn", None) if is_one else None
+
+
 @functools.cache
 def cache_name() -> str:
     """What `generate`, forwards and their outputs call the cache: `cache` since transformers 5.24, and

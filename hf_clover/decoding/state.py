@@ -131,7 +131,7 @@ class Text:
         )  # fmt: skip
         if not text.in_lockstep:
             text.input_ids = list(input_ids.split(1))
-            text.processors = [_for_row(processors, row) for row in range(batch)]
+            text.processors = [for_row(processors, row) for row in range(batch)]
         return text
 
     @property
@@ -277,7 +277,7 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+def for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
     """The processors as they treat one row: a repetition penalty knows how much padding each row begins with."""
     mine = LogitsProcessorList()
     for processor in processors:

@@ -228,7 +228,8 @@ def _best_children(
     """[B, W, V] -> log-probabilities and tokens [B, W, k], and whether there was a NaN [B], which stands first."""
     best, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = torch.nan_to_num(best, nan=-torch.inf, neginf=-torch.inf)
-    return log_probs, tokens if vocabulary is None else vocabulary[tokens], best[..., 0].isnan().any(1)
+    is_nan = best[..., 0].isnan() & (logits[..., 0] != -torch.inf)  # which nothing is where all are -inf
+    return log_probs, tokens if vocabulary is None else vocabulary[tokens], is_nan.any(1)
 
 
 def _select(
@@ -256,7 +257,7 @@ def _select(
 
     zero = torch.zeros_like(root)
     return Tree(
-        tokens=below(root, tokens.gather(1, order)),
+        tokens=below(root, torch.where(valid, tokens.gather(1, order), root[:, None])),
         parents=below(zero, parents),
         depths=below(zero, depths),
         log_probs=below(zero, joint),

@@ -17,8 +17,6 @@ from hf_clover.network.modeling_heads import DraftHeads
 class NetworkDrafter(CloverDrafter):
     """Drafts by the rival's own `encode` and `step`. Graphs of drafts are the library's heads' own."""
 
-    can_be_static = False
-
 
 class RivalHeads(CloverHeads):
     name: ClassVar[str]

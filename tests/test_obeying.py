@@ -1,0 +1,198 @@
+"""Drafts obey the caller's logits processors, grammars among them, and the text stays plain generate's."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fitting import fit
+from transformers import LogitsProcessor, LogitsProcessorList
+from zoo import build, ragged_batch
+
+from hf_clover import CloverHeads, DraftLogitsProcessor, Eagle3Heads
+from hf_clover.decoding import heads_run
+
+VOCABULARY, NEW = 24, 24
+KINDS = {"clover-x": CloverHeads, "eagle-3": Eagle3Heads}
+WORDS = [[3, 7, 5], [4, 9], [4, 11, 12, 6]]  # that a grammar lets the text be made of
+
+
+def grammar(_: int, ids: torch.Tensor) -> list[int]:
+    """Words, one after the other, behind a prompt of any tokens."""
+    open_words: list[list[int]] = []
+    for token in ids[-12:].tolist():
+        going = [rest[1:] for rest in open_words if rest[0] == token] or [
+            word[1:] for word in WORDS if word[0] == token
+        ]
+        open_words = [rest for rest in going if rest]
+    return sorted({rest[0] for rest in open_words or WORDS})
+
+
+class Matcher:
+    """As xgrammar's: it reads tokens, says what may follow, and can be forked."""
+
+    def __init__(self, read: tuple[int, ...] = ()) -> None:
+        self.read = read
+
+    def fork(self) -> "Matcher":
+        return Matcher(self.read)
+
+    def accept_token(self, token: int) -> bool:
+        allowed = token in grammar(0, torch.tensor(self.read))
+        self.read += (token,) if allowed else ()
+        return allowed
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def fill_next_token_bitmask(self, words: torch.Tensor, row: int) -> None:
+        words[row] = 0
+        for token in grammar(0, torch.tensor(self.read)):
+            words[row, token // 32] |= 1 << token % 32
+
+
+class Matching(LogitsProcessor):
+    """As xgrammar's for transformers: told a token when it is asked for the next one."""
+
+    full_vocab_size = VOCABULARY
+
+    def __init__(self) -> None:
+        self.matchers, self.calls = [], 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.matchers:
+            for matcher, ids in zip(self.matchers, input_ids):
+                assert matcher.accept_token(int(ids[-1]))
+        else:
+            self.matchers = [Matcher() for _ in input_ids]
+        self.calls += 1
+        for row, matcher in enumerate(self.matchers):
+            words = torch.zeros(1, 1, dtype=torch.int32)
+            matcher.fill_next_token_bitmask(words, 0)
+            bits = (words[0] >> torch.arange(32, dtype=torch.int32)) & 1
+            scores[row] = scores[row].masked_fill(~bits[:VOCABULARY].bool(), -torch.inf)
+        return scores
+
+
+class Counts(LogitsProcessor):
+    """It has a state of its own: asked for a draft, it would go wrong."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        scores[:, self.calls % VOCABULARY] += 3.0
+        return scores
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def fitted(request):
+    target = build("llama", vocab_size=VOCABULARY)
+    return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05).eval()
+
+
+def both(target, heads, lengths=(7,), nodes=12, make: Callable[[], dict] = dict, **options):
+    """(plain's sequences, ours) for the same random numbers."""
+    inputs = ragged_batch(VOCABULARY, lengths)
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+    torch.manual_seed(1)
+    plain = target.generate(**inputs, **options, **make())
+    torch.manual_seed(1)
+    drafting = {"assistant_model": heads, "num_assistant_tokens": nodes, "return_dict_in_generate": True}
+    return plain, target.generate(**inputs, **options, **make(), **drafting)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suppress_tokens": [3, 5, 9, 10]},
+        {"bad_words_ids": [[3], [5], [9], [10], [4, 6]]},
+        {"suppress_tokens": [3, 5, 9, 10], "do_sample": True},
+    ],
+    ids=["suppressed", "bad words", "sampled"],
+)
+@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+def test_what_is_suppressed_is_never_in_a_drafted_tree(fitted, options, lengths):
+    """Nor among what the target is given with one."""
+    target, heads = fitted
+    seen: set[int] = set()
+
+    def watch(_, inputs):
+        seen.update(inputs[0].flatten().tolist() if inputs[0].shape[1] == 13 else ())
+
+    hook = target.get_input_embeddings().register_forward_pre_hook(watch)
+    plain, out = both(target, heads, lengths, **options)
+    hook.remove()
+    assert torch.equal(out.sequences, plain)
+    assert 12 in out.speculation.tree_sizes
+    assert len(seen) > 8
+    assert not seen & {3, 5, 9, 10}
+
+
+def test_a_bias_moves_drafts(fitted):
+    target, heads = fitted
+    options = {"sequence_bias": [[[2], -9.0], [[11], -9.0], [[17], 9.0], [[8, 17], -9.0]], "no_repeat_ngram_size": 3}
+    plain, out = both(target, heads, **options)
+    before = heads_run.must_obey
+    try:
+        heads_run.must_obey = lambda _: False
+        _, deaf = both(target, heads, **options)
+    finally:
+        heads_run.must_obey = before
+    assert torch.equal(out.sequences, plain)
+    assert torch.equal(deaf.sequences, plain)
+    assert out.speculation.accepted_tokens > deaf.speculation.accepted_tokens
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_a_grammar_forces_costs_no_guess(fitted, lengths, do_sample):
+    target, heads = fitted
+    plain, out = both(target, heads, lengths, prefix_allowed_tokens_fn=grammar, do_sample=do_sample)
+    assert torch.equal(out.sequences, plain)
+    forced = sum(len(grammar(0, row[:end])) == 1 for row in plain for end in range(max(lengths) + 1, plain.shape[1]))
+    assert forced > 5 * len(lengths)
+    assert out.speculation.accepted_tokens >= forced / len(lengths)
+
+
+def test_a_grammar_with_matchers_is_forked(fitted):
+    target, heads = fitted
+    made: list[Matching] = []
+
+    def make() -> dict:
+        made.append(Matching())
+        return {"logits_processor": LogitsProcessorList(made[-1:])}
+
+    plain, out = both(target, heads, make=make)
+    assert torch.equal(out.sequences, plain)
+    assert made[1].calls == NEW, "once a token, as in plain generate"
+    assert out.speculation.accepted_tokens > NEW / 2
+
+
+def test_a_processor_with_a_state_is_not_asked_for_drafts(fitted):
+    target, heads = fitted
+    made: list[Counts] = []
+
+    def make() -> dict:
+        made.append(Counts())
+        return {"logits_processor": LogitsProcessorList(made[-1:])}
+
+    plain, out = both(target, heads, make=make, suppress_tokens=[3])
+    assert torch.equal(out.sequences, plain)
+    assert made[0].calls == made[1].calls == NEW
+    assert sum(out.speculation.tree_sizes) > 20
+
+
+def test_a_draft_vocabulary_without_what_is_allowed(fitted):
+    """Nothing is drafted then, and nobody takes that for NaN."""
+    target, _ = fitted
+    torch.manual_seed(0)
+    heads = CloverHeads.from_target(target, draft_vocab_size=8).eval()  # ids 0 to 7
+    plain, out = both(target, heads, prefix_allowed_tokens_fn=lambda _, ids: [9, 10, 11])
+    assert torch.equal(out.sequences, plain)
+
+
+def test_what_is_forced_without_drafts_of_the_heads():
+    obeys = DraftLogitsProcessor(LogitsProcessorList(), settled=2)
+    assert obeys.forced(torch.tensor([1, 2])) == []
+    assert torch.equal(obeys(torch.tensor([[1, 2]]), torch.ones(1, 3)), torch.ones(1, 3))
