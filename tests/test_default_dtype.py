@@ -95,7 +95,7 @@ def test_heads_are_what_they_are_elsewhere(default, tmp_path, variant):
     assert loaded.dtype == torch.float32
     inputs = ragged_batch(VOCABULARY, (7,))
     plain = target.generate(**inputs, max_new_tokens=NEW)
-    with planted(heads, plain, 7), hf_clover.speculations() as records:
+    with planted(loaded, plain, 7), hf_clover.speculations() as records:
         ours = target.generate(**inputs, max_new_tokens=NEW, assistant_model=loaded, num_assistant_tokens=6)
     assert torch.equal(ours, plain)
     assert records[0].accepted_tokens > NEW // 3

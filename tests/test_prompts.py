@@ -167,6 +167,6 @@ def test_a_title_names_a_target_whose_folder_says_no_more():
     from hf_clover.measure.circumstances import circumstances
 
     target = make_target()
-    for folder, said in (("runs/target", "llama-0.0M"), ("org/SmolLM2", "SmolLM2"), ("", "llama-0.0M")):
+    for folder, said in (("runs/target", "llama-21K"), ("org/SmolLM2", "SmolLM2"), ("", "llama-21K")):
         target.config.name_or_path = folder
         assert circumstances(target, "everyday", [], 8)["target"] == said

@@ -285,7 +285,7 @@ def _planting(truth: torch.Tensor, seed: int, given: dict[str, Any]) -> Iterator
     def with_the_truth(target: Any, heads: Any, input_ids: torch.Tensor, text: Any, inputs: dict, *rest, **options):
         mask = inputs.get("attention_mask", torch.ones_like(input_ids))
         given.update(input_ids=input_ids, attention_mask=mask, do_sample=text.config.do_sample)
-        with planted(truth, input_ids.shape[1], seed):
+        with planted(heads, truth, input_ids.shape[1], seed):
             return speculate(target, heads, input_ids, text, inputs, *rest, **options)
 
     with mock.patch.object(entry, "speculate", with_the_truth):

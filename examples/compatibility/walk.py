@@ -180,7 +180,7 @@ def compare(model: PreTrainedModel, heads: CloverHeads, plain: dict[tuple[int, .
                 expected = generate(model, lengths, **settings, **records)
             random_after, start = torch.random.get_rng_state(), max(lengths)
             torch.manual_seed(0)
-            with planted(expected.sequences, start):
+            with planted(heads, expected.sequences, start):
                 drafts = {"assistant_model": heads, "num_assistant_tokens": NODES}
                 out = generate(model, lengths, **drafts, **settings, **records)
             method, accepted = out.speculation.method, out.speculation.accepted_tokens

@@ -68,8 +68,11 @@ def _name_of(target: PreTrainedModel) -> str:
     name = Path(target.config.name_or_path or "").name
     if name not in ("", "target", "model"):
         return name
-    millions = target.num_parameters() / 1e6
-    return f"{target.config.model_type}-{millions:.{'1f' if millions < 10 else '0f'}}M"
+    count, unit = target.num_parameters() / 1e3, "K"
+    for larger in "MB":
+        if count >= 1e3:
+            count, unit = count / 1e3, larger
+    return f"{target.config.model_type}-{count:.{'1f' if count < 10 else '0f'}}{unit}"
 
 
 def circumstances(

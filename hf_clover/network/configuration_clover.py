@@ -218,8 +218,10 @@ class CloverConfig(HeadsConfig):
     @property
     def _can_recall(self) -> bool:
         """Whether attention keeps something, and a cell sees drafted tokens; judged before anything was checked."""
-        keeps = self.augmenting_block in ("full", "attention") and self.num_augmenting_layers != 0
-        has_cell = self.decoder == "gated" and (self.decoder_position, self.num_heads) != ("before", 1)
+        layers, heads = self.num_augmenting_layers, self.num_heads
+        keeps = self.augmenting_block in ("full", "attention") and type(layers) is int and layers != 0
+        is_alone = self.decoder_position == "before" and type(heads) is int and heads == 1
+        has_cell = self.decoder == "gated" and not is_alone
         return keeps and has_cell and self.regressive is not False
 
     @property
