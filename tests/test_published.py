@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import hf_clover
 from hf_clover import CloverHeads, Eagle3Heads, load_heads
@@ -286,15 +286,24 @@ def test_heads_that_draft_rubbish_are_named_once(folder):
     heads.config.draft_copies = 0
     options = {"max_new_tokens": 230, "pad_token_id": 0, "eos_token_id": None, "num_assistant_tokens": 3}
 
-    def generate(heads, allowed=None):
+    class Dictates(LogitsProcessor):
+        """No draft knows what comes next."""
+
+        def __call__(self, input_ids, scores):
+            scores[:, input_ids.shape[1] * 7 % 100] = torch.inf
+            return scores
+
+    def generate(heads):
         ids = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
-        return target.generate(ids, assistant_model=heads, prefix_allowed_tokens_fn=allowed, **options)
+        return target.generate(
+            ids, assistant_model=heads, logits_processor=LogitsProcessorList([Dictates()]), **options
+        )
 
     with pytest.warns(CloverWarning, match=r"right in \d of 20\d places.*layer_ids=.*chat template.*fine-tune"):
-        generate(heads, lambda _, ids: [len(ids) * 7 % 100])
+        generate(heads)
     with warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)
-        generate(heads, lambda _, ids: [len(ids) * 7 % 100])
+        generate(heads)
     assert memory_of(target).first_drafts[heads][0] == 200
 
 

@@ -11,7 +11,9 @@ Shapes: B rows, W beams of a level, L columns of the text with the path, V vocab
 a run.
 """
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +69,7 @@ class DraftLogitsProcessor(LogitsProcessor):
         for processor in processors:
             grammar: Any = None
             if type(processor) in OBEYED:
-                self.asked.append(processor)
+                self.asked.append(partial(_of_paths, processor))
             elif (allowed := allowed_by(processor)) is not None:
                 grammar = ByPrefix(allowed, row)
             elif has_matchers(processor):
@@ -110,6 +112,15 @@ class DraftLogitsProcessor(LogitsProcessor):
             run.append(allowed)
             input_ids = torch.cat((input_ids, input_ids.new_tensor([allowed])))
         return run
+
+
+def _of_paths(processor: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor of one row says of all its paths: a repetition penalty knows the row's padding by a tensor."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if isinstance(ignored, torch.Tensor):
+        processor = copy.copy(processor)
+        processor.prompt_ignore_length = ignored.expand(len(input_ids))
+    return processor(input_ids, scores)
 
 
 class ByPrefix:

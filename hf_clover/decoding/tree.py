@@ -228,7 +228,7 @@ def _best_children(
     """[B, W, V] -> log-probabilities and tokens [B, W, k], and whether there was a NaN [B], which stands first."""
     best, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = torch.nan_to_num(best, nan=-torch.inf, neginf=-torch.inf)
-    is_nan = best[..., 0].isnan() & (logits[..., 0] != -torch.inf)  # which nothing is where all are -inf
+    is_nan = best[..., 0].isnan() & (logits.amax(-1) != -torch.inf)  # and not all of them -inf
     return log_probs, tokens if vocabulary is None else vocabulary[tokens], is_nan.any(1)
 
 
