@@ -96,5 +96,8 @@ class CloverCandidateGenerator(CandidateGenerator):
         chain = self._drafter.draft(self.num_assistant_tokens, "chain").tokens[:, 1:]  # [B, k]
         return torch.cat((input_ids, chain.to(input_ids)), dim=1), None
 
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing changes with what was accepted; older versions of transformers ask for this method."""
+
 
 __all__ = ["CloverCandidateGenerator"]
