@@ -6,6 +6,7 @@ any drafter that `heads.new_drafter` gives.
 Shapes: T positions, f numbers of a state as the heads read it.
 """
 
+import pytest
 import torch
 
 from hf_clover.decoding.interfaces import Drafter
@@ -38,6 +39,18 @@ def one_by_one(
         total += float(heads.score(outputs[-1]).log_softmax(-1)[token])
         features, tokens = torch.cat((features, heads.recycled(drafted)), dim=1), [*tokens, token]
     return total, outputs
+
+
+def nodes_as_if_alone(heads: DraftHeads, tree: Tree, hidden: list[torch.Tensor], tokens: list[list[int]]) -> int:
+    """Asserts of every valid node of both rows that it is scored as if its path stood alone; how many there were."""
+    looked_at = 0
+    for row in range(2):
+        for node in range(1, tree.size):
+            if tree.valid[row, node]:
+                expected, _ = one_by_one(heads, hidden[row], tokens[row], path_of(tree, row, node))
+                assert float(tree.log_probs[row, node]) == pytest.approx(expected, abs=2e-4)
+                looked_at += 1
+    return looked_at
 
 
 def fed(heads: DraftHeads, widths: tuple[int, ...] = (5, 4)) -> tuple[Drafter, list[torch.Tensor], list[list[int]]]:

@@ -615,7 +615,7 @@ def some_of_every_kind():
 
 
 def test_every_row_wise_processor_is_named_here():
-    assert {kind.__name__ for kind in state._ROWWISE_PROCESSORS} == set(some_of_every_kind())
+    assert {kind.__name__ for kind in state.ROWWISE_PROCESSORS} == set(some_of_every_kind())
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -32,10 +32,8 @@ from .target_memory import memory_of
 from .tree import Tree, with_chain, with_path
 
 DROP_BELOW = 0.75  # of a batch's rows going on
-WATCHED, HOPELESS = (
-    200,
-    0.05,
-)  # places at which first drafts are watched, and the share of right ones that is a warning
+WATCHED = 200  # places at which first drafts are watched
+HOPELESS = 0.05  # share of right ones among them, below which there is a warning
 
 
 def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:

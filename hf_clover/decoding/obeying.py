@@ -17,24 +17,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation import logits_process
+from transformers import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from .foresight import Foresight
 from .private_api import allowed_by
-from .state import Text, for_row
+from .state import ROWWISE_PROCESSORS, SCORE_PROCESSORS, Text, for_row
 
 # Pure functions of scores or of one row's text that forbid tokens or favour some. What only narrows or flattens a
 # distribution (top-k, temperature) forbids in the target's, which the draft's is not.
-OBEYED = tuple(
-    getattr(logits_process, name)
-    for name in (
-        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
-        *("NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor"),
-        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty"),
-        *("SuppressTokensLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor"),
-    )
-)
+OBEYED = (*(one for one in ROWWISE_PROCESSORS if one not in SCORE_PROCESSORS), SuppressTokensLogitsProcessor)
 MOST_FORCED = 24  # tokens of a run that a grammar leaves no choice in
 
 
@@ -267,7 +258,7 @@ def processors_of(text: Text, row: int) -> LogitsProcessorList:
 
 def must_obey(processors: Sequence[Any]) -> bool:
     """Whether any of them is asked for drafts."""
-    return any(type(one) in OBEYED or allowed_by(one) is not None or hasattr(one, "matchers") for one in processors)
+    return any(type(one) in OBEYED or allowed_by(one) is not None or has_matchers(one) for one in processors)
 
 
 __all__ = ["DraftLogitsProcessor", "Obedience", "must_obey"]

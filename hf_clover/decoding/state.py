@@ -29,7 +29,7 @@ from .tree import Tree, root_only
 
 # Processors that are a pure function of one row: these may be called on each row when that row is there. Any other
 # (a user's, a stateful one, one that reads a row's place in the batch) sees the whole batch, as in plain generate.
-_ROWWISE_PROCESSORS = tuple(
+ROWWISE_PROCESSORS = tuple(
     getattr(logits_process, name)
     for name in (
         *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper"),
@@ -43,7 +43,7 @@ _ROWWISE_PROCESSORS = tuple(
     if hasattr(logits_process, name)
 )
 # Of these, the ones that do not look at the text at all.
-_SCORE_PROCESSORS = tuple(
+SCORE_PROCESSORS = tuple(
     getattr(logits_process, name)
     for name in (
         *("TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
@@ -118,9 +118,9 @@ class Text:
         text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist())
         records = text.scores is not None or text.logits is not None
         kinds = {type(criterion) for criterion in criteria}
-        rowwise = all(type(p) in _ROWWISE_PROCESSORS for p in processors) and kinds.issubset(_ROWWISE_CRITERIA)
+        rowwise = all(type(p) in ROWWISE_PROCESSORS for p in processors) and kinds.issubset(_ROWWISE_CRITERIA)
         ends_alone = text.pad is not None or kinds == {MaxLengthCriteria}
-        text.scores_decide = all(type(p) in _SCORE_PROCESSORS for p in processors)
+        text.scores_decide = all(type(p) in SCORE_PROCESSORS for p in processors)
         if config.do_sample and picks_by_a_race(input_ids.device):
             text.dice = Dice(batch)
         can_part = rowwise and ends_alone and not (config.do_sample and text.dice is None)

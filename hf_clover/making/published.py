@@ -27,7 +27,7 @@ from ..network.modeling_heads import DraftHeads
 from ..network.packing import plain_weight
 from ..network.target_parts import find_decoder, unwrap
 from ..network.variants import MODEL_TYPES
-from .from_target import identity_of, paper_layers
+from .from_target import COPIES, identity_of, paper_layers
 from .loading import check_path
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
@@ -167,8 +167,11 @@ def read_eagle3(
     with torch.device("meta"):
         heads = Eagle3Heads(Eagle3Config(**fields))
     _check_tensors(heads, tensors, f"`{name}` ({form} format)")
-    heads = Eagle3Heads(heads.config)  # with its rotary embeddings, which no file has
-    heads.load_state_dict({**tensors, **({} if ids is None else {"draft_ids": ids})}, strict=False)
+    loaded = {key: value.float() for key, value in tensors.items()}
+    if (count := heads.config.draft_vocab_size) is not None:
+        loaded["draft_ids"] = torch.arange(count) if ids is None else ids
+    heads.load_state_dict(loaded, assign=True)
+    heads.rotary_emb = type(heads.rotary_emb)(heads.config)  # which no file has
     for part in ("embed_tokens", "lm_head"):  # trained elsewhere, and kept as they are in further training
         if hasattr(heads, part):
             getattr(heads, part).requires_grad_(False)
@@ -209,17 +212,15 @@ def _renamed(tensors: dict[str, torch.Tensor], config: dict[str, Any], name: str
     if "fc.weight" not in found or "layers.0.self_attn.q_proj.weight" not in found:
         raise ValueError(f"`{name}` has no `fc` and no layer, such as EAGLE-3 has: it holds {sorted(tensors)[:4]}.")
     if offsets is not None:
-        found["draft_ids"] = _draft_ids(offsets.long(), mask, len(mask) if mask is not None else None, config, name)
+        found["draft_ids"] = _draft_ids(offsets.long(), mask, config, name)
     return found
 
 
-def _draft_ids(
-    offsets: torch.Tensor, mask: torch.Tensor | None, rows: int | None, config: dict[str, Any], name: str
-) -> torch.Tensor:
+def _draft_ids(offsets: torch.Tensor, mask: torch.Tensor | None, config: dict[str, Any], name: str) -> torch.Tensor:
     """[D] The target's id of each draft id, of which `offsets` [D] say how far it lies above the draft id."""
     ids = torch.arange(len(offsets)) + offsets
     shape = config.get("transformer_layer_config") or config
-    vocabulary = shape.get("vocab_size") or rows or int(ids.max()) + 1
+    vocabulary = shape.get("vocab_size") or (int(ids.max()) + 1 if mask is None else len(mask))
     rises = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocabulary
     agrees = mask is None or (int(mask.bool().sum()) == len(ids) and rises and bool(mask.bool()[ids].all()))
     if not rises or not agrees:
@@ -302,7 +303,7 @@ def _fields(form: str, config: dict[str, Any], tensors: dict[str, torch.Tensor],
         # SpecForge means by it the norm before lm_head, which is always there, and goes on from before that.
         "norm_output": form == SPECULATORS and bool(switches.get("norm_output", False)),
         "draft_vocab_size": None if ids is None and scored == vocabulary else (scored if ids is None else len(ids)),
-        "draft_copies": 15,
+        "draft_copies": COPIES,
         "target_name_or_path": _verifier(config),
         "dtype": None,
     }

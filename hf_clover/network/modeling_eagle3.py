@@ -23,9 +23,7 @@ from transformers.cache_utils import Cache
 
 from .blocks import CloverAttention, CloverMLP, CloverRMSNorm, rotated
 from .configuration_eagle3 import Eagle3Config
-from .modeling_heads import CloverOutput, DraftHeads, package
-
-Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+from .modeling_heads import CloverOutput, PathHeads, Rope, package
 
 
 class UnrolledAttention(CloverAttention):
@@ -96,7 +94,7 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Heads(DraftHeads):
+class Eagle3Heads(PathHeads):
     """
     EAGLE-3 heads for one target, made by `hf_clover.load_heads`, `from_pretrained` or `from_target`.
 
@@ -185,19 +183,6 @@ class Eagle3Heads(DraftHeads):
     def score(self, x: torch.Tensor) -> torch.Tensor:
         return self.lm_head(x) if self.config.own_lm_head else super().score(x)
 
-    def encode(
-        self,
-        hidden_states: torch.Tensor,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        """Hidden states [B, T, a d'] and the tokens after them [B, T] -> the states [B, T, d] drafts begin with."""
-        features = self.features(hidden_states)
-        rope, attention_mask = self.rope_and_mask(features, attention_mask, position_ids, past_key_values)
-        return self.advance(features, input_ids, rope, attention_mask, past_key_values)
-
     # ------------------------------------------------------------------ training
 
     def forward(
@@ -273,14 +258,9 @@ class Eagle3Heads(DraftHeads):
         reading = (target, layer_ids, allow_pickle)
         with contextlib.suppress(ImportError):  # remote code may run without the package, which reads those
             published = package("making.published")
-            if published.is_of_others(pretrained_model_name_or_path, kwargs):
+            if "config" not in kwargs and published.is_of_others(pretrained_model_name_or_path, kwargs):
                 return published.load_heads(pretrained_model_name_or_path, *reading, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-
-    def new_drafter(
-        self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None
-    ) -> Any:
-        return package("decoding.path_drafting").PathDrafter(network, prompt_mask, block)
 
 
 Eagle3Heads.register_for_auto_class("AutoModel")

@@ -31,6 +31,8 @@ from .configuration_heads import HeadsConfig
 from .packing import is_packed, linear
 from .target_parts import BorrowedParts, borrow, gather_rows, is_plain, unwrap
 
+Rope = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+
 
 @dataclass
 class CloverOutput(ModelOutput):
@@ -270,6 +272,51 @@ class DraftHeads(PreTrainedModel):
         return package("hub.push").push_heads(self, repo_id, **kwargs)
 
 
+class PathHeads(DraftHeads):
+    """Heads whose layers attend over the drafted path: their own states stand in for the target's beyond the text."""
+
+    def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's states, as the heads read them -> [B, T, d]: what stands beside a token of the text."""
+        raise NotImplementedError
+
+    def advance(
+        self,
+        features: torch.Tensor,
+        input_ids: torch.Tensor,
+        rope: Rope,
+        mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """Features [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that say what comes next."""
+        raise NotImplementedError
+
+    def recycled(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> [..., d]: what stands beside a drafted token in place of a feature."""
+        return states
+
+    def output(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> [..., d]: what goes into lm_head."""
+        return states
+
+    def encode(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        """What `features` takes and the tokens after it [B, T] -> the states [B, T, d] that drafts begin with."""
+        features = self.features(hidden_states)
+        rope, attention_mask = self.rope_and_mask(features, attention_mask, position_ids, past_key_values)
+        return self.advance(features, input_ids, rope, attention_mask, past_key_values)
+
+    def new_drafter(
+        self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None
+    ) -> Any:
+        return package("decoding.path_drafting").PathDrafter(network, prompt_mask, block)
+
+
 def package(module: str) -> ModuleType:
     """A module of the installed package: this file may be running as remote code, which has the network alone."""
     try:
@@ -278,4 +325,4 @@ def package(module: str) -> ModuleType:
         raise ImportError("This needs the hf_clover package: `pip install hf-clover`.") from error
 
 
-__all__ = ["CloverOutput", "DraftHeads"]
+__all__ = ["CloverOutput", "DraftHeads", "PathHeads"]

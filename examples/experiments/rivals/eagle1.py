@@ -14,17 +14,18 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_clover import CloverConfig
-from hf_clover.decoding.path_drafting import PathDrafter
 from hf_clover.network.modeling_clover import AugmentingLayer, CloverOutput
+from hf_clover.network.modeling_heads import PathHeads
 
 from .base import RivalHeads
 
 NOISE = 0.1  # uniform, to both sides
 
 
-class Eagle1(RivalHeads):
+class Eagle1(PathHeads, RivalHeads):
+    config: CloverConfig
+    config_class = CloverConfig
     name = "eagle-1"
-    drafter = PathDrafter
     fields = dict(
         num_heads=1,  # the later levels are the same layer again, which training does not unroll
         draft_depth=8,
@@ -48,18 +49,6 @@ class Eagle1(RivalHeads):
             features = features + torch.empty_like(features).uniform_(-NOISE, NOISE)
         return features
 
-    def encode(
-        self,
-        hidden_states: torch.Tensor,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        features = self.features(hidden_states)
-        rope, attention_mask = self.rope_and_mask(features, attention_mask, position_ids, past_key_values)
-        return self.advance(features, input_ids, rope, attention_mask, past_key_values)
-
     def advance(
         self,
         features: torch.Tensor,
@@ -71,12 +60,6 @@ class Eagle1(RivalHeads):
         """Features [B, T, d] and the tokens after them [B, T] -> the features drafted for the tokens' positions."""
         x = self.fc(torch.cat((self.embed(input_ids), features), dim=-1))  # [B, T, d]
         return self.layer(x, rope, mask, cache)[0]
-
-    def recycled(self, states: torch.Tensor) -> torch.Tensor:
-        return states
-
-    def output(self, states: torch.Tensor) -> torch.Tensor:
-        return states
 
     def forward(
         self,
