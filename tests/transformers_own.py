@@ -389,6 +389,7 @@ def play(checkout: Path, tests: list[str], options: list[str]) -> Found:
         return pairs.generate(original, self, args, kwargs)
 
     os.chdir(checkout)
+    os.environ.pop("PYTEST_ADDOPTS", None)  # meant for this project's tests, such as the --since of .ci/run
     quietly = ["-q", "--tb=no", "-rE", "--continue-on-collection-errors", "-p", "no:cacheprovider", "-W", "ignore"]
     quietly += [f"--rootdir={checkout}", "-o", "log_cli=false"]
     with _with_names_of_other_versions(), mock.patch.object(GenerationMixin, "generate", generate):
