@@ -4,7 +4,9 @@ Contract: inside `attention_for_trees(target)` the target attends in a way that 
 heads share a key head, that is `packed_attention`, which computes what transformers' sdpa attention does, its slow
 twin. With a mask, sdpa copies keys and values for every query head, in every layer and over the whole text; here the
 query heads that share a key head stand behind one another as rows of one head, as transformers does for one token.
-Its masks have their rows repeated as often (`shared_heads`), once for all layers.
+Its masks have their rows repeated as often (`shared_heads`), once for all layers. In half precision on CUDA it asks
+for the memory-efficient kernel by name: torch would take cuDNN's there, which plans anew for every length of a text,
+for tens of milliseconds.
 
 Other threads may run the same target meanwhile, with drafts or without, and may have begun before and end after: the
 implementation lies in the target's config, which all share. So what is put there does for every other forward what
@@ -25,7 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .private_api import attention_of, looks_up_attention, set_attention
+from ..network.target_parts import device_of
+from .private_api import attention_by_name, attention_of, has_attention_by_name, looks_up_attention, set_attention
 from .target_memory import memory_of
 
 PACKED = "clover_packed_sdpa"
@@ -46,12 +49,14 @@ def packed_attention(
     batch, heads, nodes, size = query.shape
     groups = heads // key.shape[1]
     rows = groups * nodes
-    is_packed = attention_mask is not None and attention_mask.shape[1:3] == (1, rows) and groups > 1
+    by_name = has_attention_by_name(query)
+    is_packed = attention_mask is not None and attention_mask.shape[1:3] == (1, rows) and (groups > 1 or by_name)
     if not is_packed or any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache")):
         mask = None if attention_mask is None else attention_mask[:, :, :nodes]
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     packed = query.reshape(batch, key.shape[1], rows, size)  # [B, K, G n, D]
-    out = F.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    attend: Any = attention_by_name if by_name else F.scaled_dot_product_attention
+    out = attend(packed, key, value, attn_mask=attention_mask, scale=scaling)  # [B, K, G n, D]
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 
@@ -112,7 +117,8 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
         if not inside:
             before = [(config, attention_of(config)) for config in _configs_of(target)]
             own, groups = attention_of(target.config), shared_heads(target)
-            is_to_be_replaced = own not in TREE_ATTENTION or (own == "sdpa" and groups > 1)
+            gains = groups > 1 or device_of(target).type == "cuda"
+            is_to_be_replaced = own not in TREE_ATTENTION or (own == "sdpa" and gains)
             if is_to_be_replaced and own is not None and _is_looked_up(target, own):
                 for config, implementation in before:
                     if implementation == own:

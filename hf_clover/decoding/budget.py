@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of
-from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, START, Costs, Guess, cost_by_size
+from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, SIZES_IN_GRAPHS, START, Costs, Guess, cost_by_size
 from .interfaces import Budget
 from .target_memory import memory_of
 from .tree import Tree
@@ -69,7 +69,7 @@ def check_nodes(asked: Any, room: int | None = None) -> int | None:
 @dataclass
 class FixedBudget:
     nodes: int
-    has_fixed_reach = True
+    in_graphs: bool = False
 
     @property
     def most_nodes(self) -> int:
@@ -150,12 +150,12 @@ class AutomaticBudget:
         """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on;
         `guess`: of what trees cost, until they are seen."""
         self.experience, self.mode, self.guess = experience, mode, guess
-        self.sizes = [size for size in SIZES if size <= ceiling]
+        self.sizes_outside = [size for size in SIZES if size <= ceiling]
         self.acceptance = experience.acceptance.setdefault(picking, Acceptance())
         self.costs: Costs  # of such steps as `ask` was asked about last
         self.key: Key | None = None  # of these
         self.drafts = self.since_plain = 0
-        self.has_fixed_reach = False  # drafts of one size share one graph where drafting is compiled
+        self.in_graphs = False
         self.copied = 0  # nodes, in this step, and no others
         self.drafted = 0  # nodes, likewise
         self.replayed = 0  # tokens, likewise
@@ -164,7 +164,12 @@ class AutomaticBudget:
 
     @property
     def most_nodes(self) -> int:
-        return self.sizes[-1]
+        return self.sizes_outside[-1]
+
+    @property
+    def sizes(self) -> list[int]:
+        every = self.sizes_outside
+        return [size for size in every if size in SIZES_IN_GRAPHS or size == every[-1]] if self.in_graphs else every
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
         """How many nodes the heads shall draft, and how many copied tokens are to be verified in a step without them:
@@ -184,7 +189,7 @@ class AutomaticBudget:
             self.copied = copied if rests else 0
         if rests:
             return 0, self.copied
-        if self.has_fixed_reach:
+        if self.in_graphs:
             return self.sizes[-1], 0
         reach = costs.reach if costs.chosen else max(START // len(lengths), 1)
         return max(size for size in self.sizes if size <= reach), 0
@@ -217,7 +222,7 @@ class AutomaticBudget:
                 self.costs.learn_plain(forward_seconds)
 
     def _look_up(self, rows: int, context: int) -> Costs:
-        key = (self.mode, rows, context.bit_length())
+        key = ((self.mode, self.in_graphs), rows, context.bit_length())
         if key != self.key:
             known = self.experience.costs
             with self.experience.lock:

@@ -53,7 +53,8 @@ class Lengths:
 
 class ChainRun:
     shape: str | None = "chain"
-    is_compiled = can_drop_rows = False
+    in_graphs = can_drop_rows = False
+    is_warm = True
 
     def __init__(
         self,

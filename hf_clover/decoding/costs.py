@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63)  # nodes; with the root, forwards that matrix kernels like
+SIZES_IN_GRAPHS = (0, 7, 15, 31, 63)  # there a few nodes more cost less than a graph more
 START = 24  # nodes of the first trees, shared by the rows
 SHORTEST_REST = 8  # steps
 NEAR = 4  # plain steps before a tree, and as many after it, that it is compared with

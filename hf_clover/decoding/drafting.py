@@ -10,6 +10,7 @@ Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V v
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,20 +35,13 @@ MOST_WAITING = 256  # steps, beside the prompt, that wait for a tree to be asked
 _remembered: WeakKeyDictionary[Cache, tuple[Drafter, int]] = WeakKeyDictionary()
 
 
-def drafter_of_conversation(
-    heads: DraftHeads,
-    network: DraftHeads,
-    cache: Cache | None,
-    rows: int,
-    columns: int,
-    prompt_mask: torch.Tensor | None,
-    block: int | None,
-) -> Drafter:
-    """The drafter that was there when `cache` reached `columns`, or a new one that knows the new prompt only: the
-    caller may have changed the cache's columns or rows since. The other arguments are those of `new_drafter`."""
+def drafter_of_conversation(kind: type, network: DraftHeads, cache: Cache | None, rows: int, columns: int) -> Any:
+    """The drafter of this kind that was there when `cache` reached `columns`. None where there is none, or where the
+    caller may have changed the cache's columns or rows since: a new one knows the new prompt only."""
     kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
-    goes_on = kept is not None and kept.heads is network and kept.rows == rows and known == columns
-    return kept if kept is not None and goes_on else heads.new_drafter(network, prompt_mask, block)
+    if kept is None or type(kept) is not kind or kept.heads is not network or kept.rows != rows or known != columns:
+        return None
+    return kept
 
 
 @dataclass
@@ -166,6 +160,10 @@ class CloverDrafter:
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
         self.is_broken = False  # the heads gave NaN: nothing is drafted any more
         self._waiting: list[Settled] = []
+
+    @property
+    def is_warm(self) -> bool:
+        return True
 
     @property
     def rows(self) -> int:

@@ -18,15 +18,13 @@ from transformers import Cache
 
 from ..network.modeling_heads import DraftHeads
 from .copying import Copies
-from .draft_graph import graphed_drafter, pays
 from .drafting import CloverDrafter, drafter_of_conversation
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
+from .graph_drafting import GraphDrafter, drafts_in_graphs
 from .interfaces import Budget, Drafter, Run
 from .obeying import Obedience, must_obey
 from .state import Text
-from .static_drafting import compiled_drafter
-from .static_target import StaticTreeCache
 from .support import warn
 from .target_memory import memory_of
 from .tree import Tree, with_chain, with_path
@@ -48,7 +46,7 @@ class HeadsRun:
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
         self.obeys = must_obey([processor for those in text.processors for processor in those])
         self.drafter = self._drafter_of_conversation(heads)
-        budget.has_fixed_reach = run.is_compiled
+        budget.in_graphs = run.in_graphs
         waits = run.shape == "chain" and len(text.finished) > 1  # rows wait for each other
         most = 0 if waits or heads.config.draft_tree == "chain" else heads.config.draft_copies
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
@@ -57,23 +55,20 @@ class HeadsRun:
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: DraftHeads) -> Drafter:
-        """The one that it had, or a new one: compiled if the target is, else with a graph for each size of a tree
-        where the device has graphs."""
+        """The one that it had, or a new one: in graphs where the device has them."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
-        if mask is not None:
-            mask = mask[:, -run.hidden.shape[1] :]
         (rows, columns), block = run.hidden.shape[:2], config.prefill_chunk_size
-        is_static = isinstance(run.cache, StaticTreeCache) and not run.has_the_users_cache
-        network = heads if is_static else drafting_copy(heads, run.target)
-        eager = drafter_of_conversation(heads, network, run.theirs, rows, run.known_columns, mask, block)
-        if self.obeys or type(eager) is not CloverDrafter:
-            return eager
-        if isinstance(run.cache, StaticTreeCache) and is_static:
-            return run.hold(
-                compiled_drafter(eager.heads, rows, run.cache.capacity, config.compile_config, mask, block)
-            )
-        columns += run.known_columns + self.text.max_length - self.text.rows()[0].shape[0]
-        return run.hold(graphed_drafter(eager, rows, columns)) if pays(network, config, rows, columns) else eager
+        mask = None if mask is None else mask[:, -columns:]
+        network = drafting_copy(heads, run.target)
+        eager = heads.new_drafter(network, mask, block)
+        in_graphs = type(eager) is CloverDrafter and not self.obeys and drafts_in_graphs(network, config)
+        kind = GraphDrafter if in_graphs else type(eager)
+        known = drafter_of_conversation(kind, network, run.theirs, rows, run.known_columns)
+        if not in_graphs:
+            return known or eager
+        longest = run.known_columns + columns + self.text.max_length - self.text.rows()[0].shape[0]
+        drafter = known or GraphDrafter(eager.heads, mask, block, rows, columns, longest)
+        return run.hold(drafter.until_the_call_ends())
 
     # ------------------------------------------------------------------ what the heads take in
 

@@ -7,8 +7,8 @@ need not name its protocol: it has these members, and mypy compares them where a
 - `Budget`, how many nodes a tree gets: `budget.FixedBudget`, `budget.AutomaticBudget`, and `ranks.SharedBudget`,
   which is one of these where several processes must agree.
 - `Drafter`, the heads' side, which `heads.new_drafter` gives: `drafting.CloverDrafter` for Clover's heads, and in its
-  place where shapes are static `static_drafting.CompiledDrafter` and `draft_graph.GraphedDrafter`. Whoever adds heads
-  of another kind gives them a `new_drafter`.
+  place where the device has graphs `graph_drafting.GraphDrafter`. Whoever adds heads of another kind gives them a
+  `new_drafter`.
 
 Shapes: B running rows, T prompt columns, n tree nodes, m new positions at most, k copied tokens, f numbers of a state
 as the heads read it, V vocabulary.
@@ -50,10 +50,17 @@ class Run(Protocol):
     theirs: Any  # the cache that came with the call: the user's, or a new one that plain generate would use
     known_columns: int  # of an earlier turn, which `theirs` held when the call began
     shape: str | None  # of the drafts that it can verify: "chain", or None for any tree
-    is_compiled: bool  # its forward has static shapes, so drafting is compiled too
     hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it (`capture_states`)
     prompt_mask: torch.Tensor | None  # [B, T] bool, None where every column is a token
     root_position: torch.Tensor  # [B, 1] of the tree that was committed last
+
+    @property
+    def in_graphs(self) -> bool:
+        """Whether its forward over a tree is a graph, of one of few sizes."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the last forward took the time that the next one of its size will take."""
 
     @property
     def cache(self) -> HoldsText:
@@ -109,7 +116,7 @@ class Run(Protocol):
 class Budget(Protocol):
     """How many nodes a tree gets. What a budget says changes time, never tokens."""
 
-    has_fixed_reach: bool  # drafts are of one size, because each size would be compiled
+    in_graphs: bool  # what it is asked about runs in graphs: there are few sizes, and costs of their own
 
     @property
     def most_nodes(self) -> int:
@@ -143,6 +150,10 @@ class Drafter(Protocol):
 
     prompt_mask: torch.Tensor | None  # [B, T] bool, False where the prompt is padding
     is_broken: bool  # the heads gave NaN: nothing is drafted any more
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the last draft took the time that the next one of its size will take."""
 
     @property
     def rows(self) -> int:

@@ -51,7 +51,7 @@ def speculate(
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
     run: Run
     if route.method == TREE:
-        run = TargetRun(target, text.config, model_kwargs, budget.most_nodes + 1, heads.feature_layers)
+        run = TargetRun(target, text.config, model_kwargs, heads.feature_layers)
     else:
         replays = route.method == REPLAYED
         run = ChainRun(target, text.config, model_kwargs, replays, route.steps, heads.feature_layers)
@@ -82,7 +82,8 @@ def speculate(
             ours.take_in(paths, tree, logits)
             walked = [paths[row] for row in rows]
             stats.count(tree.size, walked, text.emitted - emitted)
-            budget.learn(tree, walked, drafting.seconds, time.perf_counter() - drafting.ended)
+            if run.is_warm and ours.drafter.is_warm:
+                budget.learn(tree, walked, drafting.seconds, time.perf_counter() - drafting.ended)
             ours.drop_finished_rows()
 
         sequences, stats.new_tokens = text.sequences(), text.emitted

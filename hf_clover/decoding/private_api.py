@@ -142,31 +142,34 @@ def set_attention(config: Any, implementation: str | None) -> None:
     config._attn_implementation = {"": implementation}
 
 
+def has_attention_by_name(query: torch.Tensor) -> bool:
+    """Whether `attention_by_name` takes such queries [..., D]."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.is_cuda and is_half and query.shape[-1] % 8 == 0 and hasattr(torch.ops.aten, _EFFICIENT)
+
+
+_EFFICIENT = "_scaled_dot_product_efficient_attention"
+
+
+def attention_by_name(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by the memory-efficient kernel, whichever torch would choose.
+    `torch.nn.attention.sdpa_kernel`, the public way, switches for all threads."""
+    mask = attn_mask.expand(*query.shape[:3], key.shape[2])  # [B, K, n, C]
+    return getattr(torch.ops.aten, _EFFICIENT)(query, key, value, mask, False, scale=scale)[0]
+
+
+def experts_of(target: "PreTrainedModel") -> str | None:
+    """How it computes a mixture's experts; None where it has none, or one way only."""
+    can_choose = getattr(target, "_can_set_experts_implementation", bool)()
+    return getattr(target.config, "_experts_implementation", None) if can_choose else None
+
+
 def as_for_decoding(target: "PreTrainedModel") -> AbstractContextManager:
     """What generate does to a target for steps of one token, where it does something."""
     optimise = getattr(target, "_optimize_model_for_decode", None)
     return nullcontext() if optimise is None else optimise()
-
-
-def wants_compiling(target: "PreTrainedModel", config: "GenerationConfig", plain_cache: Any) -> bool:
-    """Whether plain generate would compile its forward over `plain_cache`."""
-    valid = getattr(target, "_valid_auto_compile_criteria", None)
-    if valid is None or plain_cache is None or "llama4" in target.config.model_type:  # as `get_compiled_call` says
-        return False
-    return bool(valid({cache_name(): plain_cache}, config))
-
-
-# ---------------------------------------------------------------------- what compiled graphs are told of tensors
-
-
-def stays_in_place(tensor: torch.Tensor) -> None:
-    """A graph may write the tensor's address down."""
-    torch._dynamo.mark_static_address(tensor)
-
-
-def may_vary(tensor: torch.Tensor, dim: int) -> None:
-    """One graph serves all sizes of this dimension."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 # ---------------------------------------------------------------------- transformers serve

@@ -77,12 +77,12 @@ class SharedBudget:
         return self.own.most_nodes
 
     @property
-    def has_fixed_reach(self) -> bool:
-        return self.own.has_fixed_reach
+    def in_graphs(self) -> bool:
+        return self.own.in_graphs
 
-    @has_fixed_reach.setter
-    def has_fixed_reach(self, value: bool) -> None:
-        self.own.has_fixed_reach = value
+    @in_graphs.setter
+    def in_graphs(self, value: bool) -> None:
+        self.own.in_graphs = value
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
         return self.own.ask(lengths, replayed, copies) if self.decides else (0, 0)

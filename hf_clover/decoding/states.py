@@ -7,8 +7,9 @@ Shapes: B batch, T positions, d hidden size.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..network.target_parts import find_decoder
-from .static_target import note_hidden
 from .target_memory import memory_of
 
 
@@ -64,9 +64,11 @@ class Hooks:
         self._handles = [decoder.register_forward_hook(self._after_decoder)]
         for layer in set(wanted) - {depth}:
             assert layers is not None
-            self._handles.append(layers[layer].register_forward_pre_hook(self._noting(str(layer)), with_kwargs=True))
+            self._handles.append(
+                layers[layer].register_forward_pre_hook(partial(self._note, str(layer)), with_kwargs=True)
+            )
         if norm is not None and not wanted:
-            self._handles.append(norm.register_forward_pre_hook(self._noting("norm"), with_kwargs=True))
+            self._handles.append(norm.register_forward_pre_hook(partial(self._note, "norm"), with_kwargs=True))
 
     def add(self, captured: list[torch.Tensor]) -> object:
         key = object()
@@ -81,22 +83,11 @@ class Hooks:
                 handle.remove()
         return not self._listeners
 
-    def _noting(self, place: str) -> Callable[..., None]:
-        def note(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
-            # Whether this frame is traced; `is_compiling` would say whether any thread traces.
-            if not torch.compiler.is_dynamo_compiling():
-                self._seen.__dict__[place] = hidden
-            elif not self._wanted:
-                note_hidden(hidden)
-
-        return note
+    def _note(self, place: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values())))
+        self._seen.__dict__[place] = hidden
 
     def _after_decoder(self, _: nn.Module, __: tuple, output: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            if not self._has_norm and not self._wanted:
-                note_hidden(output[0])
-            return
         seen = dict(self._seen.__dict__)
         self._seen.__dict__.clear()
         if self._wanted:
@@ -111,4 +102,13 @@ class Hooks:
                 captured.append(found)
 
 
-__all__ = ["Hooks", "capture_states"]
+def has_hooks_of_others(target: nn.Module) -> bool:
+    """Whether somebody else's code runs within its forward, which a graph would leave out."""
+    for module in target.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if not isinstance(getattr(getattr(hook, "func", hook), "__self__", None), Hooks):
+                return True
+    return False
+
+
+__all__ = ["Hooks", "capture_states", "has_hooks_of_others"]

@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
 from .attention import shared_heads
+from .graph_rules import verifies_in_graphs
 from .private_api import attention_of, cache_name, makes_inputs_itself
 from .state import Text
 from .target_memory import memory_of
@@ -223,6 +224,14 @@ def _measure(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
         return f"its class makes another `{error}` for every step, and a tree's nodes are of several"
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
+    memory = memory_of(target)
+    if (
+        not worst <= rounding_tolerance(target)
+        and memory.why_no_graphs is None
+        and verifies_in_graphs(target, GenerationConfig())
+    ):
+        memory.why_no_graphs = f"their replays give other logits (by {worst:.1e} of their spread)"
+        return _measure(target, own)
     if not worst <= rounding_tolerance(target):
         drops = "; it is in training mode, where dropout is random: `.eval()` leaves that" if target.training else ""
         by = f"(by {worst:.1e} of their spread)"

@@ -7,18 +7,17 @@ what belongs to a cache of the user's (`drafting`) or to a thread.
 """
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from ..network.modeling_heads import DraftHeads
     from .budget import Experience
     from .states import Hooks
-    from .static_target import StaticTreeCache
+    from .static_cache import StaticTreeCache
 
 
 @dataclass(eq=False)
@@ -35,9 +34,10 @@ class TargetMemory:
     hooks: "dict[tuple[int, ...], Hooks]" = field(default_factory=dict)
     # one_by_one: how many calls want its recurrent layers to go token by token
     one_by_one: int = 0
-    # static_target: the static cache that was used last, while nobody uses it; what was compiled, by its shape
+    # static_cache: the static cache that was used last, while nobody uses it
     idle_cache: "StaticTreeCache | None" = None
-    compiled: dict[tuple, tuple[CompileConfig, Callable[..., Any]]] = field(default_factory=dict)
+    # support: why its forwards cannot be graphs, where a trial has shown it
+    why_no_graphs: str | None = None
     # drafting_copy: what drafts in place of each set of heads, and what it was made from
     drafting_copies: "WeakKeyDictionary[DraftHeads, tuple[tuple, DraftHeads]]" = field(
         default_factory=WeakKeyDictionary

@@ -8,38 +8,26 @@ Shapes: B batch, T prompt columns, n tree nodes, f numbers of a state as the hea
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from torch.nn import functional as F
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from ..network.target_parts import device_of
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
+from .graph_rules import verifies_in_graphs, what_forwards_read
+from .graphs import Graphs
 from .interfaces import Held
-from .masks import MaskRules, additive, narrowed, plain_mask, visible_columns
-from .private_api import (
-    as_for_decoding,
-    cache_name,
-    inputs_after,
-    inputs_of_step,
-    is_the_users,
-    read_prompt,
-    wants_compiling,
-)
+from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, plain_mask, visible_columns
+from .private_api import as_for_decoding, cache_name, inputs_after, inputs_of_step, is_the_users, read_prompt
 from .ranks import any_goes_on
 from .states import capture_states
-from .static_target import (
-    NODE_COUNTS,
-    SPARE_SLOTS,
-    StaticSlots,
-    StaticTreeCache,
-    compiled_step,
-    lent_cache,
-    verify_step,
-)
+from .static_cache import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
 from .tree import Tree, chain_of, root_only
 
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
@@ -65,28 +53,24 @@ class TargetRun:
         target: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        widest: int = NODE_COUNTS[-1],
         feature_layers: Sequence[int] = (),
     ) -> None:
-        """`widest`: the largest tree that a step may verify, with its root; what is wider is not compiled.
-        `feature_layers`: whose states the heads read, as `capture_states` takes them."""
+        """`feature_layers`: whose states the heads read, as `capture_states` takes them."""
         self.target, self.generation_config, self.model_kwargs = target, generation_config, dict(model_kwargs)
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
-        self.cache = TreeCache(self.num_layers)
+        self.cache: TreeCache | StaticTreeCache = TreeCache(self.num_layers)
         self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
         self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
         self.hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
-        self.widest, self.feature_layers = widest, tuple(feature_layers)
+        self.feature_layers = tuple(feature_layers)
         self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
-        self.is_compiled = False
-        self._step: Callable = verify_step
         self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
-        self._last: torch.Tensor | None = None  # no node stands beyond, as no token of the answer does
+        self._last: torch.Tensor | None = None  # no position beyond the answer's last
         self._captured: list[torch.Tensor] = []
         self._open = ExitStack()
         self._implementation: str | None = None
@@ -103,11 +87,19 @@ class TargetRun:
         """[..., B, 1] of the root of the next tree."""
         return self._shift + self._starts()
 
+    @property
+    def in_graphs(self) -> bool:
+        return isinstance(self.cache, StaticTreeCache)
+
+    @property
+    def is_warm(self) -> bool:
+        return not isinstance(self.cache, StaticTreeCache) or self.cache.graphs.has_replayed
+
     def _starts(self) -> int | torch.Tensor:
         """The rows' lengths, as one number or [B, 1]."""
         slots = self.cache.slots
-        if isinstance(slots, StaticSlots):
-            return slots.starts
+        if isinstance(self.cache, StaticTreeCache):
+            return self.cache.slots.state[: len(slots.lengths), :1]
         return slots.lengths[0] if slots.is_even else slots.starts_on(self._shift.device)
 
     # ------------------------------------------------------------------ forwards
@@ -118,9 +110,8 @@ class TargetRun:
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask.bool()
-        # A compiled forward hands over what enters the final norm, and no other layer's states.
-        if not self.feature_layers and wants_compiling(self.target, self.generation_config, self.theirs):
-            self._become_static(batch)
+        if verifies_in_graphs(self.target, self.generation_config):
+            self._become_static(input_ids, limit)
         self._load(self.theirs)
         kwargs = {**self.model_kwargs, cache_name(): self.cache}
         self._captured.clear()
@@ -138,8 +129,6 @@ class TargetRun:
         if limit is not None:
             # The answer's last token is never fed back, so positions end one before it.
             self._last = following.max() + max(limit - input_ids.shape[1] - 2, 0)
-        elif isinstance(self.cache, StaticTreeCache):
-            self._last = following.max() + self.cache.capacity
         return outputs.logits[:, -1:]
 
     def _ask_for_inputs(self, input_ids: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> None:
@@ -161,12 +150,15 @@ class TargetRun:
             self._implementation = self._open.enter_context(attention_for_trees(self.target))
         tree = tree.to(device_of(self.target))
         self._captured.clear()
+        if isinstance(self.cache, StaticTreeCache):
+            logits, self.hidden = self._verify_in_place(tree, self.cache)
+            return logits
         with self.cache.staged(tree.size):
-            logits, hidden = self._verify_static(tree) if self.is_compiled else self._verify_growing(tree)
-        self.hidden = self._take_hidden() if hidden is None else hidden
+            logits = self._verify_growing(tree)
+        self.hidden = self._take_hidden()
         return logits
 
-    def _verify_growing(self, tree: Tree) -> tuple[torch.Tensor, None]:
+    def _verify_growing(self, tree: Tree) -> torch.Tensor:
         positions = self.next_position + tree.depths  # [..., B, n]
         if self._last is not None:
             positions = torch.minimum(positions, self._last)
@@ -178,26 +170,61 @@ class TargetRun:
             return_dict=True,
             **{cache_name(): self.cache, **self._inputs_of(tree.size)},
         )
-        return outputs.logits, None
+        return outputs.logits
 
-    def _verify_static(self, tree: Tree) -> tuple[torch.Tensor, torch.Tensor | None]:
-        size = tree.size
-        fits = size <= self.widest
-        width = min(count for count in (*NODE_COUNTS, self.widest) if count >= size) if fits else size
-        tokens, parents, depths = (
-            torch.nn.functional.pad(values, (0, width - size)).clone(memory_format=torch.contiguous_format)
-            for values in (tree.tokens, tree.parents, tree.depths)
-        )  # [B, width] each; a node too many stands beside the root's children and is not looked at
-        step: Callable = self._step if fits else verify_step
-        logits, hidden = step(
-            *(self.target, self.cache, self.rules, self._mask_dtype()),
-            max(self.widest, SPARE_SLOTS).bit_length(),
-            *(tokens, parents, depths, self._shift, self._last, self._inputs_of(width)),
+    def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """A node or row too many stands beside the others and is not looked at."""
+        batch, size = tree.tokens.shape
+        width = min((count for count in NODE_COUNTS if count >= size), default=size)
+        rows, columns = cache.look_at(width)
+        trees = [
+            F.pad(values, (0, width - size, 0, rows - batch)) for values in (tree.tokens, tree.parents, tree.depths)
+        ]
+        of_tokens = [*self.token_kwargs.values(), self._shift]  # [..., B, 1]
+        of_tokens = [F.pad(values, (0, 0, 0, rows - batch)) for values in of_tokens]
+        last = torch.full_like(self._shift, torch.iinfo(torch.long).max) if self._last is None else self._last
+        inputs, forward = [*trees, last, *of_tokens], partial(self._forward_in_place, cache)
+        with cache.staged(width):
+            if width > NODE_COUNTS[-1] or self._has_other_tensors:
+                found: tuple[torch.Tensor, ...] = forward(*inputs)
+            else:
+                named = (*self.token_kwargs, *self.forward_kwargs.items())
+                key = (rows, columns, width, str(self._mask_dtype()), self.feature_layers, repr(named))
+                found = cache.graphs.run(key, forward, inputs)
+        return found[0][:batch, :size], found[1][:batch]
+
+    def _forward_in_place(
+        self,
+        cache: StaticTreeCache,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        *more: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, n, V] and states [B, n, f], in tensors alone. `more`: no position beyond, what each token has,
+        and the shift of positions [..., B, 1]."""
+        slots, rules, (last, *values, shift) = cache.slots, self.rules, more
+        size, starts = tokens.shape[1], slots.starts
+        slots.index = starts + torch.arange(size, device=tokens.device)  # [B, n]
+        ancestors = ancestors_of(parents, size.bit_length())
+        visible = visible_columns(ancestors, starts, slots.seen_columns, slots.visible_text)  # [B, n, C]
+        padding = (~slots.visible_text).sum(1, keepdim=True) if CHUNKED in rules.kinds else 0
+        dtype = self._mask_dtype()
+        masks = {
+            kind: additive(narrowed(visible, starts, depths, kind, rules, padding), dtype) for kind in rules.kinds
+        }
+        named = dict(zip(self.token_kwargs, values, strict=True))
+        self._captured.clear()
+        outputs = self.target(
+            input_ids=tokens,
+            position_ids=torch.minimum(starts + shift + depths, last),
+            attention_mask=rules.arrange(masks),
+            use_cache=True,
+            return_dict=True,
+            **{cache_name(): cache, **self.forward_kwargs},
+            **{name: value.expand(*value.shape[:-1], size) for name, value in named.items()},
         )
-        logits = logits[:, :size]
-        if fits and logits.is_cuda:  # the next replay of the graph writes over these
-            logits, hidden = logits.clone(), None if hidden is None else hidden.clone()
-        return logits, hidden
+        return outputs.logits, self._take_hidden()
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the walked nodes of each row (the prefill's own token is already kept: its path is empty)."""
@@ -216,9 +243,12 @@ class TargetRun:
 
     @property
     def can_drop_rows(self) -> bool:
-        if self.is_compiled or self.keeps_cache:
-            return False
-        return not any(isinstance(value, torch.Tensor) for value in self.forward_kwargs.values())
+        return not self.keeps_cache and not self._has_other_tensors
+
+    @property
+    def _has_other_tensors(self) -> bool:
+        """Whether the target passes on tensors of which nobody knows what their rows are."""
+        return any(isinstance(value, torch.Tensor) for value in self.forward_kwargs.values())
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order; the others' keys and values are gone."""
@@ -263,16 +293,20 @@ class TargetRun:
         """Enters `context` for as long as this run is open."""
         return self._open.enter_context(context)
 
-    def _become_static(self, batch: int) -> None:
+    def _become_static(self, input_ids: torch.Tensor, limit: int | None) -> None:
         embeds = self.model_kwargs.get("inputs_embeds")
-        longest = self.generation_config.max_length + (0 if embeds is None else embeds.shape[1])
-        plain = [layer.max_cache_len for layer in self.theirs.layers if not layer.is_sliding]
-        slots = max([longest, *plain]) + max(self.widest, SPARE_SLOTS)
-        self.cache = cache = self._open.enter_context(lent_cache(self.target, self.num_layers, batch, slots))
+        of_embeds = 0 if embeds is None else embeds.shape[1]
+        prompt = input_ids.shape[1] + of_embeds
+        longest = max(limit or 0, input_ids.shape[1]) + of_embeds
+        if isinstance(self.theirs, StaticCache):  # which has room for all that it will ever hold, too
+            layers: list[Any] = self.theirs.layers
+            prompt = longest = max([longest, *(layer.max_cache_len for layer in layers if not layer.is_sliding)])
+        graphs = Graphs(device_of(self.target), "Forwards over trees", what_forwards_read(self.target))
+        cache = take_cache(self.target, self.num_layers, len(input_ids), first_capacity(prompt, longest), graphs)
+        self._open.callback(give_back_cache, self.target, cache)
+        self.cache = cache
         if self.prompt_mask is not None:
             cache.slots.text[:, : self.prompt_mask.shape[1]] = self.prompt_mask
-        self._step = compiled_step(self.target, self.generation_config.compile_config, cache)
-        self.is_compiled = True
 
     def _load(self, other: Any) -> None:
         length = 0 if other is None else int(other.get_seq_length())

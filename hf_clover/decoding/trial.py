@@ -159,7 +159,8 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any]) -> float:
     run, errors = TargetRun(target, GenerationConfig(), kwargs), []
     with run.open():
         run.prefill(prompt)
-        for turn in range(2):  # the second tree stands on what was kept of the first
+        # The second tree stands on what was kept of the first. A graph is captured with it and replayed with the third.
+        for turn in range(3 if run.in_graphs else 2):
             logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
             if turn == 0:
                 pairs = zip(logits[:, _STEPPED].flatten(0, 1), stepped.flatten(0, 1), strict=True)

@@ -1,0 +1,199 @@
+"""Drafting as one graph: the heads take in what is new, and grow a tree from it.
+
+Contract: `GraphDrafter` gives the trees of `CloverDrafter`, its slow twin, and is used where the device has graphs,
+whatever cache the target has. A draft reads and writes tensors of one shape at one place: up to `width` new positions
+a row, the heads' own cache, the tree. The prompt, and what gathers while drafting rests, is taken in eagerly before.
+
+Shapes: B batch, m new positions (`width` of them in a step), C columns, D levels, d hidden size, V vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+from transformers import GenerationConfig
+from transformers.cache_utils import Cache
+
+from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
+from .cache import TreeCache
+from .drafting import CloverDrafter, Settled, given, grow
+from .foresight import Foresight
+from .graphs import CAPTURES, Graphs, Outputs
+from .masks import additive, visible_columns
+from .static_cache import StaticTreeCache, first_capacity, give_back_cache, take_cache
+from .tree import Tree, root_only
+
+
+def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
+    moves = hasattr(heads.borrowed.lm_head, "_hf_hook")  # its weights come and go
+    return heads.device.type in CAPTURES and not config.disable_compile and not moves and not heads.training
+
+
+class GraphDrafter(CloverDrafter):
+    cache: StaticTreeCache  # which holds nothing where the heads have no block over the sequence
+
+    def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None, block: int | None, *sizes: int) -> None:
+        """`sizes`: rows, tokens of their prompts, and tokens that they have at most."""
+        rows, prompt, longest = sizes
+        super().__init__(heads, prompt_mask, block)
+        self.has_block = self.config.has_augmenting_block
+        self.width = self.config.draft_depth + 1  # what a walk settles at most
+        self.is_remembered = False
+        layers = self.config.num_cache_layers if self.has_block else 1  # which stays empty
+        graphs = Graphs(heads.device, "Drafts", what_drafts_read(heads))
+        self.cache = take_cache(heads, layers, rows, first_capacity(prompt, longest), graphs)
+        if prompt_mask is not None:
+            self.cache.slots.text[:, : prompt_mask.shape[1]] = prompt_mask
+
+    @property
+    def is_warm(self) -> bool:
+        return self.cache.graphs.has_replayed
+
+    @contextmanager
+    def until_the_call_ends(self) -> Iterator["GraphDrafter"]:
+        """Then another call may have its cache, unless it goes on with a conversation."""
+        self.is_remembered = False
+        try:
+            yield self
+        finally:
+            if not self.is_remembered:
+                give_back_cache(self.heads, self.cache)
+
+    def remember(self, cache: Cache, columns: int) -> None:
+        super().remember(cache, columns)
+        self.is_remembered = True
+
+    @torch.no_grad()
+    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
+        roots = given(self.roots)
+        if nodes == 0 or self.is_broken:
+            return root_only(roots)
+        if self.state is None:
+            self._take_in_prompt()
+        new = self._last_settled()
+        counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], taken before this returns
+        inputs = [new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots]
+        if foresight is not None:
+            foresight = foresight.whole()
+            inputs.append(foresight.log_noise)
+        rows, columns = self.cache.look_at(self.width)
+        sizes = (nodes, shape or self.config.draft_tree, None if foresight is None else foresight.temperature)
+        with self._staged(new):
+            found = self.cache.graphs.run(
+                (rows, columns, *sizes),
+                partial(self._drafted, *sizes),
+                [F.pad(value, (0, 0) * (value.ndim - 1) + (0, rows - len(value))) for value in inputs],
+            )
+        self.state, tokens, parents, depths, log_probs, valid = (value[: len(roots)] for value in found)
+        return Tree(tokens, parents, depths, log_probs, valid, max_depth=min(self.config.draft_depth, nodes))
+
+    def _drafted(self, nodes: int, shape: str, temperature: float | None, *inputs: torch.Tensor) -> Outputs:
+        """The state [B, d] and the tree's tensors [B, n]; the last input is the noise [B, D, V], if there is a
+        temperature."""
+        hidden, next_tokens, positions, counts, state, roots, *noise = inputs
+        foresight = None if temperature is None else Foresight(noise[0], temperature)
+        state, slots = self._taken_in(hidden, next_tokens, positions, counts, state), self.cache.slots
+        to_recall = None
+        if self.has_block and self.config.recall:
+            values, tokens = self.cache.layers[-2].values, self.cache.layers[-1].keys
+            values, tokens = (part[: slots.seen_rows, :, : slots.seen_columns] for part in (values, tokens))
+            visible = slots.visible_text & (
+                torch.arange(slots.seen_columns, device=roots.device) < slots.starts + counts[:, None]
+            )  # [B, C]
+            to_recall = tokens[:, 0, :, 0], values, visible[:, None, None]
+        tree = grow(self.heads, state, to_recall, roots, nodes, shape, foresight)
+        return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid
+
+    def _taken_in(
+        self,
+        hidden: torch.Tensor,
+        next_tokens: torch.Tensor,
+        positions: torch.Tensor,
+        counts: torch.Tensor,
+        state: torch.Tensor,
+    ) -> torch.Tensor:
+        """The state [B, d] after each row's first `counts` [B] of m positions; a row with none keeps `state`."""
+        if not self.has_block:
+            states = self.heads.encode(hidden, next_tokens)  # [B, m, d]
+        else:
+            slots, (rows, width), device = self.cache.slots, next_tokens.shape, hidden.device
+            slots.index = slots.starts + torch.arange(width, device=device)  # [B, m]
+            causal = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+            visible = visible_columns(causal, slots.starts, slots.seen_columns, slots.visible_text)  # [B, m, C]
+            mask = additive(visible, self.heads.dtype)
+            states = self.heads.encode(hidden, next_tokens, mask, positions, self.cache)  # [B, m, d]
+            slots.index = None
+        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, -1, states.shape[2])  # [B, 1, d]
+        return torch.where(counts[:, None] > 0, states.gather(1, last)[:, 0], state)
+
+    # ------------------------------------------------------------------ keeping up
+
+    def _catch_up(self) -> None:
+        if self.state is None:
+            self._take_in_prompt()
+        self._waiting = [self._last_settled()]
+
+    def _take_in_prompt(self) -> None:
+        prompt, *self._waiting = self._waiting
+        self.cache.slots.lengths = [0] * len(prompt.counts)
+        self.state = prompt.at_last(self._states_of(prompt))
+        if not self.has_block:
+            self.cache.stand_at([0] * len(prompt.counts))
+
+    def _encoded(self, new: Settled, cache: TreeCache) -> torch.Tensor:
+        """Of the prompt all columns as they are, padding too, which is masked."""
+        mask = self._mask(new.hidden.shape[1], cache.lengths, new.hidden.device)
+        states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, cache)  # [B, m, d]
+        cache.finish_filling(len(new.counts))
+        return states
+
+    def _states_of(self, new: Settled) -> torch.Tensor:
+        return super()._states_of(new) if self.has_block else self.heads.encode(new.hidden, new.next_tokens)
+
+    def _last_settled(self) -> Settled:
+        """Takes in what waits, up to its last `width` positions or fewer: these, filled up to `width`."""
+        roots, width = given(self.roots), self.width
+        batch, device = len(roots), roots.device
+        new = Settled.joined(self._waiting) if self._waiting else None
+        self._waiting = []
+        while new is not None and new.hidden.shape[1] > width:
+            part, new = new.part(0, width), new.part(width, new.hidden.shape[1])
+            counts = torch.tensor(part.counts, device=device)
+            self.cache.look_at(width)
+            self.cache.slots.seen_rows = batch  # this once, no graph is to be shared
+            with self._staged(part):
+                values = (part.hidden, part.next_tokens, part.positions, counts, given(self.state))
+                self.state = self._taken_in(*values)
+        if new is None:
+            hidden = torch.zeros(batch, width, self.config.hidden_size, dtype=self.heads.dtype, device=device)
+            empty = torch.zeros(batch, width, dtype=torch.long, device=device)
+            return Settled(hidden, empty, empty, [0] * batch)
+        missing = width - new.hidden.shape[1]
+        hidden = F.pad(new.hidden, (0, 0, 0, missing))
+        return Settled(hidden, F.pad(new.next_tokens, (0, missing)), F.pad(new.positions, (0, missing)), new.counts)
+
+    @contextmanager
+    def _staged(self, new: Settled) -> Iterator[None]:
+        """Within, the cache takes the new positions, and keeps those that there are."""
+        if not self.has_block:
+            yield
+            return
+        with self.cache.staged(self.width):
+            yield
+        self.cache.commit([range(count) for count in new.counts])
+
+
+def what_drafts_read(heads: DraftHeads) -> tuple:
+    """Of a draft what does not belong to the cache: where everything is that it reads, and sizes."""
+    borrowed = heads.borrowed
+    tensors = [*heads.parameters(), *heads.buffers(), borrowed.embedding, *borrowed.lm_head.parameters()]
+    tensors += borrowed.norm.parameters()
+    tensors += (part for part in borrowed.draft_rows or () if isinstance(part, torch.Tensor))
+    names = ("draft_depth", "draft_beam_width", "draft_top_k", "draft_top_p", "draft_min_p")
+    return tuple(getattr(heads.config, name) for name in names), tuple(tensor.data_ptr() for tensor in tensors)
+
+
+__all__ = ["GraphDrafter", "drafts_in_graphs"]

@@ -1,0 +1,69 @@
+"""Which forwards over trees may be CUDA graphs, and what is in one beside its inputs and its cache.
+
+Contract: a rule for what a capture would take without a word and get wrong, or break off in the middle of; `trial`
+measures the rest, and a capture that fails leaves everything eager (`graphs.py`). A reason is told once.
+"""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..network.target_parts import device_of
+from .graphs import CAPTURES
+from .private_api import attention_of, experts_of
+from .states import has_hooks_of_others
+from .target_memory import memory_of
+
+logger = logging.get_logger(__name__)
+
+
+def verifies_in_graphs(target: PreTrainedModel, config: GenerationConfig) -> bool:
+    """Whether forwards over trees are captured; a reason not to is told once."""
+    if device_of(target).type not in CAPTURES or config.disable_compile:
+        return False
+    reason = memory_of(target).why_no_graphs or _why_no_graphs(target)
+    if reason is not None:
+        logger.warning_once(f"`{type(target).__name__}` verifies drafts without CUDA graphs: {reason}.")
+    return reason is None
+
+
+def _why_no_graphs(target: PreTrainedModel) -> str | None:
+    devices = {parameter.device for parameter in target.parameters()}
+    if len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in target.modules()):
+        return "its weights are on several devices, or come and go"
+    if any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in target.parameters()):
+        return "its weights are divided among processes"
+    if target.training:
+        return "it is in training mode; `.eval()` leaves that"
+    if getattr(target, "is_loaded_in_8bit", False):
+        return "its 8-bit layers look for outliers on the host"
+    if has_hooks_of_others(target):
+        return "it has hooks, which a graph would leave out"
+    if hasattr(target.forward, "_torchdynamo_orig_callable") or target._compiled_call_impl is not None:
+        return "its forward is compiled"
+    if experts_of(target) == "eager":
+        return 'its experts run one by one; `experts_implementation="grouped_mm"` when it is loaded leaves that'
+    return None
+
+
+def what_forwards_read(target: PreTrainedModel) -> tuple:
+    """Of a forward what is no input: addresses of weights, which adapters are on, and switches of torch's."""
+    tensors = [*target.parameters(), *target.buffers()]
+    layers: list[Any] = [module for module in target.modules() if hasattr(module, "active_adapters")]
+    adapters = [
+        (tuple(layer.active_adapters), layer.disable_adapters, tuple(sorted(layer.scaling.items())))
+        for layer in layers
+        if isinstance(getattr(layer, "scaling", None), dict)
+    ]
+    kind = device_of(target).type
+    switches = (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        attention_of(target.config),
+        experts_of(target),
+    )
+    return tuple(tensor.data_ptr() for tensor in tensors), tuple(adapters), switches

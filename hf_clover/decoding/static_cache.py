@@ -1,0 +1,251 @@
+"""A cache whose entries never change their place, so that forwards over it can be graphs (`graphs.py`).
+
+Contract: a `TreeCache` of one allocation a layer, of `capacity` columns. The text grows and rows leave within it: a
+forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it
+doubles, and its graphs are forgotten. The host writes one small tensor a step, `StaticSlots.state`: where rows end,
+and what the last commit left to be moved, which the next forward moves, or whoever reads the cache. Moving twice would
+move other entries, so a step that is run twice is one that went wrong. The cache that a model used last is kept for
+its next call, if it is no larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
+
+Shapes: B rows, n tree nodes, C columns, M moved entries at most.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .cache import Moves, Slots, TreeCache, TreeLayer
+from .costs import SIZES_IN_GRAPHS
+from .graphs import Graphs
+from .target_memory import memory_of
+
+NODE_COUNTS = tuple(size + 1 for size in SIZES_IN_GRAPHS)  # of trees in graphs, with the root; others are filled up
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 48)  # beside all that a call began with
+LEAST_COLUMNS = 512
+ROOM = 1024  # new tokens, or as many as the prompt has: what the first allocation has room for
+MOVES = 8  # entries per row that the next forward moves; a longer path is moved by the commit itself
+KEPT = 1 / 16  # of the device's memory
+
+
+def columns_for(columns: int) -> int:
+    """How many a graph sees: twice as many each time, so that a text passes few of them."""
+    return max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())
+
+
+def first_capacity(prompt: int, longest: int) -> int:
+    return columns_for(min(longest, max(2 * prompt, prompt + ROOM)) + NODE_COUNTS[-1])
+
+
+class StaticSlots(Slots):
+    """`lengths` on the device as well, with what the last commit left to be moved."""
+
+    state: torch.Tensor  # [B, 2 + M] length, where the moved entries go, where they come from
+    text: torch.Tensor  # [B, C] bool, False where the prompt is padding
+    capacity: int
+    seen_rows: int  # by the next forward
+    seen_columns: int  # likewise
+
+    @property
+    def starts(self) -> torch.Tensor:
+        return self.state[: self.seen_rows, :1]  # [B, 1]
+
+    @property
+    def visible_text(self) -> torch.Tensor:
+        return self.text[: self.seen_rows, : self.seen_columns]  # [B, C]
+
+    def capacity_for(self, columns: int) -> int:
+        return max(self.capacity, columns_for(columns))
+
+
+class StaticTreeLayer(TreeLayer):
+    slots: StaticSlots
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = self.slots
+        if slots.index is None:
+            return super().update(key_states, value_states)
+        sources = slots.state[: slots.seen_rows, 2:, None]  # [B, M, 1]
+        targets = (
+            slots.state[: slots.seen_rows, 1:2, None] + torch.arange(MOVES, device=self.device)[:, None]
+        )  # [B, M, 1]
+        index = slots.index[:, None, :, None]  # [B, 1, n, 1]
+        for buffer in self.buffers:  # [..., B, kv_heads, C, head_dim]
+            buffer = buffer.narrow(-4, 0, slots.seen_rows)
+            shape = (*buffer.shape[:-2], MOVES, buffer.shape[-1])
+            moved = buffer.gather(-2, sources[:, None].expand(shape))
+            buffer.scatter_(-2, targets[:, None].expand(shape), moved)
+        seen = []
+        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
+            buffer = buffer[: slots.seen_rows]
+            buffer.scatter_(2, index.expand(new.shape), new.to(buffer.dtype))
+            seen.append(buffer[:, :, : slots.seen_columns])
+        return seen[0], seen[1]
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self.slots.index is None else self.slots.seen_columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return super().get_mask_sizes(query_length) if self.slots.index is None else (self.slots.seen_columns, 0)
+
+
+class StaticTreeCache(TreeCache):
+    """One `TreeCache` for forwards in graphs. `look_at` says what the next forward sees."""
+
+    layer_class = StaticTreeLayer
+    slots: StaticSlots
+
+    def __init__(self, num_layers: int, rows: int, capacity: int, graphs: Graphs) -> None:
+        super().__init__(num_layers)
+        self.rows, self.graphs, device = rows, graphs, graphs.device
+        self.slots.capacity = capacity
+        self.slots.seen_rows, self.slots.seen_columns = rows, capacity
+        self._pending: Moves | None = None  # what the next forward, or an export, has to move
+        self._has_moved = False  # a forward has done so since
+        self._used = capacity  # columns that may hold something
+        self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
+        self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+
+    def _make_slots(self, capacity: int | None) -> Slots:
+        return StaticSlots(capacity)
+
+    @property
+    def capacity(self) -> int:
+        return self.slots.capacity
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers)
+
+    def clear(self) -> None:
+        """As new, at the same addresses."""
+        self.slots.lengths, self.slots.index, self._pending, self._has_moved = [], None, None, False
+        self.slots.seen_rows = self.rows
+        self.slots.text.fill_(True)
+        for layer in self.layers:
+            layer.filled = 0
+            for buffer in layer.buffers:
+                buffer[..., : self._used, :] = 0  # an aborted call may have left NaN, which not even a mask keeps out
+        self._used = self.capacity  # until it is known how much is filled
+
+    def finish_filling(self, batch_size: int) -> None:
+        super().finish_filling(batch_size)
+        self._used = 0
+        self.reserve(max(self.lengths))
+        self._hold(None, self.lengths, [()] * batch_size)
+
+    def stand_at(self, lengths: Sequence[int]) -> None:
+        super().stand_at(lengths)
+        self._hold(None, self.lengths, [()] * len(lengths))
+
+    def reserve(self, columns: int) -> None:
+        """Room for so many, at other addresses where there was none."""
+        capacity = self.slots.capacity_for(columns)
+        self._used = max(self._used, columns)
+        if all(held == capacity for held in (self.slots.capacity, self.slots.text.shape[1], *self._held())):
+            return
+        if self.lengths:
+            self._move_now()
+        self.graphs.forget()
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer._use([layer._grown(buffer, capacity) for buffer in layer.buffers])
+        self.slots.text = F.pad(self.slots.text, (0, capacity - self.slots.text.shape[1]), value=True)
+        self.slots.capacity = capacity
+
+    def _held(self) -> set[int]:
+        return {layer.keys.shape[2] for layer in self.layers if layer.is_initialized}
+
+    def look_at(self, nodes: int) -> tuple[int, int]:
+        """How many rows and columns the next forward sees, over so many nodes a row."""
+        going, longest = len(self.lengths), max(self.lengths) + nodes
+        self.reserve(longest)
+        self.slots.seen_rows = min(count for count in (*ROW_COUNTS, self.rows) if going <= count <= self.rows)
+        self.slots.seen_columns = columns_for(longest)
+        return self.slots.seen_rows, self.slots.seen_columns
+
+    @contextmanager
+    def staged(self, entries: int) -> Iterator[None]:
+        if self._has_moved:  # what came before was never committed
+            self._hold(None, self.lengths, [()] * len(self.lengths))
+        self._pending, self._has_moved = None, True
+        try:
+            yield
+        finally:
+            self.slots.index = None
+
+    def commit(self, paths: Sequence[Sequence[int]]) -> None:
+        self._move_now()
+        before, moves = self.lengths, Moves(self.lengths, paths)
+        self.slots.lengths = [length + len(path) for length, path in zip(before, paths, strict=True)]
+        if max(map(len, paths)) > MOVES:
+            self._move(moves)
+            self._hold(None, before, [()] * len(paths))
+        else:
+            self._hold(moves, before, paths)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """They stand in the first places from here on, at the same addresses."""
+        self._move_now()
+        kept = torch.tensor(rows, device=self.slots.state.device)
+        held = [buffer for layer in self.layers for buffer in layer.buffers]
+        for buffer, dim in (*((buffer, buffer.ndim - 4) for buffer in held), (self.slots.text, 0)):
+            buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))
+        self.slots.lengths = [self.slots.lengths[row] for row in rows]
+        self._hold(None, self.lengths, [()] * len(rows))
+
+    def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self._move_now()
+        states = super().export(layer_idx, length)
+        return None if states is None else (states[0][: len(self.lengths)], states[1][: len(self.lengths)])
+
+    def _hold(self, moves: Moves | None, before: list[int], paths: Sequence[Sequence[int]]) -> None:
+        """Leave the moves of `paths` to the next forward; an entry without one moves to where it stands."""
+        self._pending, self._has_moved = moves, False
+        rows = []
+        for length, start, path in zip(self.lengths, before, paths, strict=True):
+            entries = [*path, *range(len(path), MOVES)]
+            rows.append([length, start, *(start + entry for entry in entries)])
+        rows += [[0, 0, *range(MOVES)]] * (self.rows - len(rows))  # rows that have left
+        # Not awaited: the copy of a small tensor that is not pinned is taken before the call returns.
+        self.slots.state.copy_(torch.tensor(rows), non_blocking=True)
+
+    def _move_now(self) -> None:
+        if self._pending is not None:
+            self._move(self._pending)
+            self._hold(None, self.lengths, [()] * len(self.lengths))
+
+
+# ---------------------------------------------------------------------- what is kept for a model
+
+
+def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int, graphs: Graphs) -> StaticTreeCache:
+    """The one that `model` used last, if it has room and its graphs are what they would be now; else a new one."""
+    memory = memory_of(model)
+    with memory.lock:
+        cache, memory.idle_cache = memory.idle_cache, None
+    if (
+        cache is None
+        or cache.rows != rows
+        or cache.capacity < capacity
+        or cache.dtype not in (model.dtype, None)
+        or cache.graphs.device != graphs.device
+    ):
+        del cache  # its memory is free before the next one's is taken
+        return StaticTreeCache(num_layers, rows, capacity, graphs)
+    if cache.graphs.written_down != graphs.written_down:
+        cache.graphs = graphs
+    cache.clear()
+    return cache
+
+
+def give_back_cache(model: PreTrainedModel, cache: StaticTreeCache) -> None:
+    if cache.graphs.device.type != "cuda" or cache.nbytes <= KEPT * torch.cuda.mem_get_info(cache.graphs.device)[1]:
+        memory_of(model).idle_cache = cache
+
+
+__all__ = ["NODE_COUNTS", "StaticSlots", "StaticTreeCache", "first_capacity", "give_back_cache", "take_cache"]
