@@ -5,9 +5,12 @@ is refused (reading the host, copying from it), and what is at another address w
 results would be others. A capture that breaks off leaves memory as it was.
 """
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_clover.decoding import graphs, tree
 
 REFUSED = {"_local_scalar_dense", "nonzero", "equal"}
 # The first two make a tensor of the host's numbers, which is a copy that waits.
@@ -80,3 +83,12 @@ class Captures:
             has_run = False
 
         return replay, outputs
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """As on a GPU."""
+    stand_in = Captures()
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", stand_in)
+    monkeypatch.setattr(tree, "LOOKS_ON", ())
+    return stand_in

@@ -29,7 +29,7 @@ from .tree import Tree, root_only
 
 def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
     moves = hasattr(heads.borrowed.lm_head, "_hf_hook")  # its weights come and go
-    return heads.device.type in CAPTURES and not config.disable_compile and not moves and not heads.training
+    return heads.device.type in CAPTURES and not config.disable_compile and not moves
 
 
 class GraphDrafter(CloverDrafter):
@@ -131,6 +131,7 @@ class GraphDrafter(CloverDrafter):
 
     # ------------------------------------------------------------------ keeping up
 
+    @torch.no_grad()
     def _catch_up(self) -> None:
         if self.state is None:
             self._take_in_prompt()

@@ -5,8 +5,8 @@ It calls the function the first time that a key comes, which readies kernels; ca
 it from then on, with the inputs copied to where the graph reads them. So whatever else the function reads must stay at
 its address, and every number that it takes from Python must be part of the key or of `written_down`. There are `MOST`
 graphs at most, of which the one that was used least lately makes room, and all share one pool of memory, which is as
-large as the largest of them needs; what they take is logged (level INFO). Where a capture fails everything runs eagerly
-from there on, and one line says so.
+large as the largest of them needs; what they take is logged (level INFO). Where a capture fails everything runs
+eagerly from there on, and one line says so.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -162,7 +162,7 @@ class StaticTreeCache(TreeCache):
 
     def look_at(self, nodes: int) -> tuple[int, int]:
         """How many rows and columns the next forward sees, over so many nodes a row."""
-        going, longest = len(self.lengths), max(self.lengths) + nodes
+        going, longest = len(self.lengths), max(self.lengths) + max(nodes, MOVES)
         self.reserve(longest)
         self.slots.seen_rows = min(count for count in (*ROW_COUNTS, self.rows) if going <= count <= self.rows)
         self.slots.seen_columns = columns_for(longest)
@@ -226,6 +226,8 @@ class StaticTreeCache(TreeCache):
 def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int, graphs: Graphs) -> StaticTreeCache:
     """The one that `model` used last, if it has room and its graphs are what they would be now; else a new one."""
     memory = memory_of(model)
+    if graphs.written_down in memory.uncaptured:
+        graphs.capture = None
     with memory.lock:
         cache, memory.idle_cache = memory.idle_cache, None
     if (
@@ -244,6 +246,8 @@ def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int
 
 
 def give_back_cache(model: PreTrainedModel, cache: StaticTreeCache) -> None:
+    if cache.graphs.capture is None:
+        memory_of(model).uncaptured.add(cache.graphs.written_down)
     if cache.graphs.device.type != "cuda" or cache.nbytes <= KEPT * torch.cuda.mem_get_info(cache.graphs.device)[1]:
         memory_of(model).idle_cache = cache
 

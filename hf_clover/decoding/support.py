@@ -87,7 +87,7 @@ def choose_route(
     if reason is not None:
         return Route(PLAIN, reason)
     own = own_inputs(target, torch.cat(text.input_ids), model_kwargs)
-    reason = _why_no_tree(target, own) or _why_not_so_long(target, text.max_length)
+    reason = _why_no_tree(target, own, generation_config) or _why_not_so_long(target, text.max_length)
     if reason is None:
         return Route(TREE)
     route = _without_trees(target, len(text.finished), cache, reason, own)
@@ -119,7 +119,7 @@ def why_not_understood() -> str | None:
     """None where a made-up Llama verifies a tree here, as it does in every version that hf_clover supports. Asked only
     where a target did not, and once a process: it takes half a second."""
     try:
-        found = _why_no_tree(made_up_llama(), {})
+        found = _why_no_tree(made_up_llama(), {}, GenerationConfig(disable_compile=True))
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is None:
@@ -134,7 +134,7 @@ def why_not_understood() -> str | None:
 # ---------------------------------------------------------------------- trees
 
 
-def _why_no_tree(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
+def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], asked: GenerationConfig) -> str | None:
     """None where a tree is verified exactly. `own`: what `own_inputs` found in the call."""
     config = target.config.get_text_config(decoder=True)
     # A layer that uses another's keys and values, or has no attention, has a dummy.
@@ -154,16 +154,17 @@ def _why_no_tree(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
-    key = _what_counts(target, own)
-    memory = memory_of(target)
+    in_graphs = verifies_in_graphs(target, asked)
+    key = (in_graphs, *_what_counts(target, own))
+    memory, trial = memory_of(target), GenerationConfig(disable_compile=not in_graphs)
     with memory.measuring:
         known = memory.why_not
         if key not in known:
             try:
-                known[key] = _measure(target, own)
+                known[key] = _measure(target, own, trial)
                 if known[key] is not None and shared_heads(target) > 1:
                     memory.is_never_packed = True
-                    known[key] = _measure(target, own)
+                    known[key] = _measure(target, own, trial)
             except NotANumberError:
                 return None  # the walk will say so, and the next call measures again
         return known[key]
@@ -214,25 +215,23 @@ def _what_counts(target: PreTrainedModel, own: dict[str, Any]) -> tuple:
     return attention_of(config), target.dtype, precision_of(target), device_of(target), target.training, own_names
 
 
-def _measure(target: PreTrainedModel, own: dict[str, Any]) -> str | None:
+def _measure(target: PreTrainedModel, own: dict[str, Any], trial: GenerationConfig) -> str | None:
     try:
         with left_as_it_was(target):
-            worst = tree_error(target, own)
+            worst = tree_error(target, own, trial)
     except NotANumberError:
         raise
     except ChangingInputError as error:
         return f"its class makes another `{error}` for every step, and a tree's nodes are of several"
     except Exception as error:
         return f"a trial tree failed in it ({type(error).__name__}: {error})"
-    memory = memory_of(target)
-    if (
-        not worst <= rounding_tolerance(target)
-        and memory.why_no_graphs is None
-        and verifies_in_graphs(target, GenerationConfig())
-    ):
-        memory.why_no_graphs = f"their replays give other logits (by {worst:.1e} of their spread)"
-        return _measure(target, own)
-    if not worst <= rounding_tolerance(target):
+    is_exact = worst <= rounding_tolerance(target)
+    if not is_exact and not trial.disable_compile:
+        reason = _measure(target, own, GenerationConfig(disable_compile=True))
+        if reason is None:
+            memory_of(target).why_no_graphs = f"their replays give other logits (by {worst:.1e} of their spread)"
+        return reason
+    if not is_exact:
         drops = "; it is in training mode, where dropout is random: `.eval()` leaves that" if target.training else ""
         by = f"(by {worst:.1e} of their spread)"
         return f"its logits for a trial tree differ from those of plain forwards {by}{drops}"

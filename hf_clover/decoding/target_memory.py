@@ -7,6 +7,7 @@ what belongs to a cache of the user's (`drafting`) or to a thread.
 """
 
 import threading
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -34,8 +35,9 @@ class TargetMemory:
     hooks: "dict[tuple[int, ...], Hooks]" = field(default_factory=dict)
     # one_by_one: how many calls want its recurrent layers to go token by token
     one_by_one: int = 0
-    # static_cache: the static cache that was used last, while nobody uses it
+    # static_cache: the static cache that was used last, while nobody uses it; for what no graph could be captured
     idle_cache: "StaticTreeCache | None" = None
+    uncaptured: set[Hashable] = field(default_factory=set)
     # support: why its forwards cannot be graphs, where a trial has shown it
     why_no_graphs: str | None = None
     # drafting_copy: what drafts in place of each set of heads, and what it was made from

@@ -1,0 +1,477 @@
+"""Steps as graphs, by the stand-in of capturing.py: the tokens, drafts and numbers of steps that run eagerly."""
+
+import logging
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+from capturing import captures  # noqa: F401  (a fixture)
+from fitting import fit
+from oracle import planted
+from transformers import DynamicCache, StaticCache
+from trees import random_tree, running, walk_of
+from zoo import ZOO, build, ragged_batch
+
+from hf_clover import CloverHeads, speculations
+from hf_clover.decoding import drafting, graph_drafting, graph_rules, graphs, static_cache
+from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.graph_drafting import GraphDrafter
+from hf_clover.decoding.private_api import cache_name
+from hf_clover.decoding.target_memory import memory_of
+
+pytestmark = pytest.mark.usefixtures("captures")
+VOCABULARY, NEW = 16, 40
+DECODING = pytest.mark.long("hf_clover/decoding", "hf_clover/network")  # one kind of each is in the short set
+TREES = [name for name, case in ZOO.items() if case.route == "tree" and case.available]
+KINDS = {
+    "clover-x": ("clover-x", {}),
+    "clover-x, deeper than its heads": ("clover-x", {"num_heads": 2, "draft_depth": 6}),
+    "clover-2": ("clover-2", {}),
+    "clover": ("clover", {}),
+    "medusa": ("medusa", {}),
+    "levels": ("clover-2", {"draft_tree": "levels"}),
+    "draft vocabulary": ("clover-2", {"draft_vocab_size": 9}),
+}
+
+
+@pytest.fixture
+def target():
+    return build("llama", vocab_size=VOCABULARY)
+
+
+@pytest.fixture(params=[(7,), (5, 9, 3, 4)], ids=["one row", "four rows"])
+def inputs(request):
+    return ragged_batch(VOCABULARY, request.param)
+
+
+def told(target, seed=4, **options):
+    torch.manual_seed(seed)
+    with speculations() as records:
+        tokens = target.generate(**options)
+    return tokens, records[-1] if records else None
+
+
+def all_three(target, heads, inputs, **options):
+    """(plain's tokens, in graphs, eagerly) with the plain tokens planted in the drafts."""
+    common = {**inputs, "max_new_tokens": NEW, **options}
+    plain = target.generate(**common, disable_compile=True)
+    found = []
+    for is_eager in (False, True):
+        with planted(heads, plain, inputs["input_ids"].shape[1], 1):
+            drafting = {"assistant_model": heads, "num_assistant_tokens": 9, "disable_compile": is_eager}
+            found.append(told(target, **common, **drafting))
+    return plain, *found
+
+
+# ---------------------------------------------------------------------- the target
+
+
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=DECODING) for n in TREES if n != "llama")])
+def test_logits_and_states_of_every_family(name, captures):  # noqa: F811
+    """Replayed with other trees, other lengths and other rows than it was captured with."""
+    target, inputs = build(name, vocab_size=24), ragged_batch(24, (5, 9))
+    with running(target, inputs, disable_compile=True) as eager, running(target, inputs) as graphed:
+        for seed in range(6):
+            tree = random_tree(2, 8, seed)
+            ours, its = graphed.verify(tree), eager.verify(tree)
+            assert float((ours - its).abs().max() / its.std()) < 1e-3
+            assert float((graphed.hidden - eager.hidden).abs().max() / eager.hidden.std()) < 1e-3
+            for run in (graphed, eager):
+                run.commit([walk_of(tree, row, 8) for row in range(2)])
+            assert torch.equal(graphed.next_position, eager.next_position)
+    assert (captures.made, captures.replayed) == (1, 5)
+
+
+def test_sizes_share_graphs(captures):  # noqa: F811
+    target, inputs = build("llama", vocab_size=24), ragged_batch(24, (5, 9, 3))
+    with running(target, inputs, disable_compile=True) as eager, running(target, inputs) as graphed:
+        for seed, size in enumerate((8, 1, 3, 5, 1, 16, 12, 2, 1, 64, 40, 70)):  # 70 runs eagerly
+            tree = random_tree(3, size, seed)
+            torch.testing.assert_close(graphed.verify(tree), eager.verify(tree), rtol=1e-4, atol=1e-4)
+            for run in (graphed, eager):
+                run.commit([walk_of(tree, row, size) for row in range(3)])
+    assert captures.made == 4, "of 1, 8, 16 and 64 nodes"
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_the_tokens_and_drafts_of_an_eager_call(target, inputs, do_sample, captures):  # noqa: F811
+    """The next call has the graphs already."""
+    heads = fit(CloverHeads.from_target(target), target)
+    common = {**inputs, "max_new_tokens": NEW, "do_sample": do_sample}
+    plain, _ = told(target, **common)
+    eager, its = told(target, **common, assistant_model=heads, disable_compile=True)
+    assert captures.made == 0
+    made = []
+    for _ in range(3):
+        tokens, mine = told(target, **common, assistant_model=heads)
+        assert tokens.tolist() == eager.tolist() == plain.tolist()
+        assert (mine.accepted_tokens, mine.tree_sizes) == (its.accepted_tokens, its.tree_sizes)
+        made.append(captures.made)
+    assert mine.accepted_tokens > 0
+    assert 0 < made[1] < captures.replayed
+    assert made[2] == made[1]
+
+
+def test_a_text_that_grows_over_every_edge(target, inputs, captures, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(static_cache, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(static_cache, "ROOM", 8)
+    heads = CloverHeads.from_target(target)
+    plain, (ours, mine), (_, its) = all_three(target, heads, inputs, max_new_tokens=120)
+    assert torch.equal(ours, plain)
+    assert mine.accepted_by_depth == its.accepted_by_depth
+    assert mine.accepted_tokens > 50
+    assert captures.made >= 4, "of 64, 128 and 256 columns, and of drafts"
+
+
+def test_rows_leave(target, captures):  # noqa: F811
+    """Four rows, then two, then one; the last ones stand in the first places."""
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (5, 9, 3, 4))
+    plain = target.generate(**inputs, max_new_tokens=60)
+    new = plain[:, inputs["input_ids"].shape[1] :]
+    common = {"max_new_tokens": 60, "eos_token_id": new[0, 12].item(), "pad_token_id": 0}
+    seen = set()
+    look_at = static_cache.StaticTreeCache.look_at
+
+    def looking(self, nodes):
+        found = look_at(self, nodes)
+        seen.add(found[0])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static_cache.StaticTreeCache, "look_at", looking)
+        plain, (ours, mine), (_, its) = all_three(target, heads, inputs, **common)
+    assert torch.equal(ours, plain)
+    assert mine.accepted_by_depth == its.accepted_by_depth
+    assert mine.accepted_tokens > 0
+    assert 4 in seen
+    assert min(seen) < 4
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_conversation(target, inputs, kind, captures):  # noqa: F811
+    """Turns in graphs and turns without, on one cache of the user's, which plain generate goes on with."""
+    heads, found = fit(CloverHeads.from_target(target), target), []
+    for are_eager in ((True,) * 3, (False,) * 3, (False, True, False)):
+        cache, ids, mask = DynamicCache(config=target.config), inputs["input_ids"], inputs["attention_mask"]
+        if kind == "static":
+            cache = StaticCache(config=target.config, max_cache_len=200)
+        for is_eager in are_eager:
+            options = {"attention_mask": mask, cache_name(): cache, "disable_compile": is_eager}
+            out = target.generate(
+                ids, assistant_model=heads, max_new_tokens=24, return_dict_in_generate=True, **options
+            )
+            assert out[cache_name()] is cache
+            assert cache.get_seq_length() == out.sequences.shape[1] - 1
+            ids = torch.cat((out.sequences, torch.tensor([[7, 2]] * len(ids))), dim=1)
+            mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+        plain = target.generate(ids, attention_mask=mask, max_new_tokens=8, disable_compile=True)
+        again = {"attention_mask": mask, cache_name(): cache, "disable_compile": True}
+        assert torch.equal(target.generate(ids, max_new_tokens=8, **again), plain)
+        found.append(plain.tolist())
+    assert captures.replayed > 0
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_draft_of_a_conversation_knows_all_turns(target, captures):  # noqa: F811
+    heads = fit(CloverHeads.from_target(target), target)
+    found = []
+    for is_eager in (True, False):
+        cache, ids, drafts = DynamicCache(config=target.config), torch.tensor([[1, 4, 2, 5, 3]]), []
+        for _ in range(2):
+            options = {cache_name(): cache, "disable_compile": is_eager, "return_dict_in_generate": True}
+            out = target.generate(ids, assistant_model=heads, max_new_tokens=24, **options)
+            drafts.append((out.speculation.accepted_by_depth, out.speculation.tree_sizes))
+            target.generate(ids.flip(1), assistant_model=heads, max_new_tokens=8)  # another text in between
+            ids = torch.cat((out.sequences, torch.tensor([[7, 2]])), dim=1)
+        found.append(drafts)
+    assert found[0] == found[1]
+    assert captures.replayed > 0
+
+
+def test_two_threads_with_one_target(target, captures):  # noqa: F811
+    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
+    heads = [CloverHeads.from_target(target) for _ in range(2)]
+    prompts = [inputs, {k: v.flip(0) for k, v in inputs.items()}]
+    truth = [target.generate(**prompt, max_new_tokens=NEW) for prompt in prompts]
+    target.generate(**inputs, max_new_tokens=2, assistant_model=heads[0])  # the trial of a new target
+    got, meet = [None, None], threading.Barrier(2)
+
+    def speak(who):
+        meet.wait()
+        for _ in range(3):
+            drafting = {"assistant_model": heads[who], "num_assistant_tokens": 5}
+            got[who] = target.generate(**prompts[who], max_new_tokens=NEW, **drafting)
+
+    threads = [threading.Thread(target=speak, args=(who,)) for who in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
+
+
+def test_adapters_that_are_switched_between_calls(captures):  # noqa: F811
+    from peft import LoraConfig, get_peft_model
+
+    target = build("llama", vocab_size=VOCABULARY)
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    wrapped.add_adapter("other", LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    heads, inputs, texts = CloverHeads.from_target(wrapped), ragged_batch(VOCABULARY, (7,)), []
+    for name in ("default", "other", "default"):
+        wrapped.set_adapter(name)
+        plain, (ours, mine), _ = all_three(wrapped.eval(), heads, inputs)
+        assert torch.equal(ours, plain)
+        assert mine.accepted_tokens > 0
+        texts.append(plain.tolist())
+    for layer in wrapped.modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            layer.scaling["default"] *= 3
+    plain, (ours, _), _ = all_three(wrapped, heads, inputs)
+    assert torch.equal(ours, plain)
+    assert len({str(text) for text in (*texts, plain.tolist())}) == 3, "adapters and their scale must matter"
+    assert captures.replayed > 0
+
+
+def test_weights_at_another_place(target, captures):  # noqa: F811
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,))
+    all_three(target, heads, inputs)
+    made = captures.made
+    for parameter in (*target.parameters(), *heads.parameters()):
+        parameter.data = parameter.data.flip(0)
+    plain, (ours, _), _ = all_three(target, heads, inputs)
+    assert torch.equal(ours, plain)
+    assert captures.made > made
+
+
+# ---------------------------------------------------------------------- where nothing is captured
+
+
+def test_disable_compile(target, inputs, captures):  # noqa: F811
+    heads = CloverHeads.from_target(target)
+    told(target, **inputs, max_new_tokens=NEW, assistant_model=heads, disable_compile=True)
+    assert captures.made == 0
+    assert memory_of(target).idle_cache is None
+
+
+@pytest.mark.parametrize(
+    ("why", "match"),
+    [
+        ("training mode", r"it is in training mode; `.eval\(\)` leaves that"),
+        ("a hook", "it has hooks, which a graph would leave out"),
+        ("8 bit", "its 8-bit layers look for outliers on the host"),
+        ("several devices", "its weights are on several devices, or come and go"),
+        ("compiled", "its forward is compiled"),
+    ],
+)
+def test_what_no_graph_may_hold(target, why, match, captures, caplog, monkeypatch):  # noqa: F811
+    heads, inputs, calls = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,)), []
+    if why == "training mode":
+        target.train()
+    elif why == "a hook":
+        target.model.layers[1].register_forward_hook(lambda *args: calls.append(1))
+    elif why == "8 bit":
+        target.is_loaded_in_8bit = True
+    elif why == "several devices":
+        target.model.layers[1]._hf_hook = object()
+    else:
+        target.compile(backend="eager")
+    monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
+    graph_rules.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        plain, (ours, mine), _ = all_three(target, heads, inputs)
+    assert torch.equal(ours, plain)
+    assert mine.accepted_tokens > 0
+    assert any(re.search(match, record.message) for record in caplog.records)
+    assert sum("without CUDA graphs" in record.message for record in caplog.records) == 1
+    assert not memory_of(target).idle_cache
+    if why == "a hook":
+        assert len(calls) > NEW, "of every forward"
+
+
+def test_experts_that_run_one_by_one(captures, caplog, monkeypatch):  # noqa: F811
+    target, inputs = build("mixtral", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (7,))
+    heads = CloverHeads.from_target(target)
+    monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
+    graph_rules.logger.warning_once.cache_clear()
+    target.set_experts_implementation("eager")
+    with caplog.at_level("WARNING"):
+        plain, (ours, mine), _ = all_three(target, heads, inputs)
+    assert torch.equal(ours, plain)
+    assert mine.accepted_tokens > 0
+    assert sum("its experts run one by one" in record.message for record in caplog.records) == 1
+    target.set_experts_implementation("grouped_mm")
+    assert captures.made == 0
+    all_three(target, heads, inputs)
+    assert captures.made > 0
+
+
+@pytest.mark.parametrize("how", ["reads the host", "copies from the host", "calls the host", "has no memory"])
+def test_where_a_capture_fails_everything_stays_eager(target, how, captures, monkeypatch, caplog):  # noqa: F811
+    heads, inputs = fit(CloverHeads.from_target(target), target), ragged_batch(VOCABULARY, (7,))
+    grow = graph_drafting.grow
+
+    def waiting(heads, state, *more):
+        if how == "reads the host":
+            bool(state.sum() > 0)
+        elif how == "copies from the host":
+            state = state + torch.tensor([0.0])
+        elif how == "calls the host":
+            state.tolist()
+        return grow(heads, state, *more)
+
+    if how == "has no memory":
+
+        def short(self, *args):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        monkeypatch.setattr(graphs.Graph, "__init__", short)
+    monkeypatch.setattr(graph_drafting, "grow", waiting)
+    monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
+    common = {**inputs, "max_new_tokens": NEW, "do_sample": False, "assistant_model": heads}
+    eager, its = told(target, **common, disable_compile=True)
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            tokens, mine = told(target, **common)
+            assert torch.equal(tokens, eager)
+            assert mine.accepted_tokens == its.accepted_tokens > 0
+    said = [record.message for record in caplog.records]
+    assert sum(message.startswith("Drafts run eagerly from here on") for message in said) == 1
+    assert ("Forwards over trees run eagerly" in str(said)) == (how == "has no memory")
+    assert "`disable_compile=True` leaves graphs out from the beginning" in said[0]
+
+
+def test_a_target_whose_replays_are_wrong(target, captures, caplog, monkeypatch):  # noqa: F811
+    """A number that was written down: the trial sees it, since it replays with other tokens at other places."""
+    inputs = ragged_batch(VOCABULARY, (7,))
+    heads, rotary = CloverHeads.from_target(target), target.model.rotary_emb
+    forward = type(rotary).forward
+
+    def remembering(self, x, position_ids):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:  # while it is captured
+            position_ids = position_ids.clone().fill_(3)
+        return forward(self, x, position_ids)
+
+    monkeypatch.setattr(type(rotary), "forward", remembering)
+    monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
+    graph_rules.logger.warning_once.cache_clear()
+    with caplog.at_level("WARNING"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain, (ours, mine), _ = all_three(target, heads, inputs)
+    assert torch.equal(ours, plain)
+    assert mine.accepted_tokens > 0
+    assert sum("their replays give other logits" in record.message for record in caplog.records) == 1
+
+
+def test_a_graph_makes_room_for_another(monkeypatch, captures):  # noqa: F811
+    """The one that was used least lately."""
+    monkeypatch.setattr(graphs, "MOST", 2)
+    several = graphs.Graphs(torch.device("cpu"), "Sums")
+    value = torch.arange(3)
+    for key in (1, 2, 1, 2, 1, 3, 3, 1):
+        assert several.run(key, lambda x, key=key: (x + key,), [value])[0].tolist() == [key, key + 1, key + 2]
+    assert list(several.made) == [3, 1]
+    assert captures.made == 3
+
+
+# ---------------------------------------------------------------------- drafts
+
+
+def settled(batch, width, size, start, generator):
+    """Hidden states, tokens and positions as after a walk, a different number of them for each row. Few different
+    tokens: pairs of them come again, for heads that recall."""
+    hidden = torch.randn(batch, width, size, generator=generator)
+    tokens = torch.randint(4, (batch, width), generator=generator)
+    positions = torch.tensor(start)[:, None] + torch.arange(width)
+    return hidden, tokens, positions
+
+
+def assert_same_tree(mine, its):
+    for row in range(len(mine.tokens)):
+        paths = []
+        for tree in (mine, its):
+            found = {}
+            for node in range(1, tree.size):
+                if tree.valid[row, node]:
+                    parent = int(tree.parents[row, node])
+                    path = (*found.get(parent, ((), 0))[0], int(tree.tokens[row, node]))
+                    found[node] = (path, float(tree.log_probs[row, node]))
+            paths.append(dict(found.values()))
+        assert paths[0].keys() == paths[1].keys()
+        for path, log_prob in paths[0].items():
+            assert log_prob == pytest.approx(paths[1][path], abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["clover-x", *(pytest.param(k, marks=DECODING) for k in KINDS if k != "clover-x")])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):  # noqa: F811
+    """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
+    monkeypatch.setattr(drafting, "MOST_WAITING", 12)
+    variant, fields = KINDS[kind]
+    heads = CloverHeads.from_target(target, variant, **fields).bind(target)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    batch, length, size = 3, 11, heads.config.hidden_size
+    mask = torch.arange(length) >= torch.tensor([0, 4, 2])[:, None] if padded else None
+    slow, fast = CloverDrafter(heads, mask), GraphDrafter(heads, mask, None, batch, length, 128)
+    at = [length] * batch
+    prompt = settled(batch, length, size, [0] * batch, generator)
+    for drafter in (slow, fast):
+        drafter.extend(*prompt, [length] * batch)
+
+    def walk(counts):
+        new = settled(len(counts), max(counts), size, at, generator)
+        for drafter in (slow, fast):
+            drafter.extend(*new, counts)
+        return [position + count for position, count in zip(at, counts, strict=True)]
+
+    for walks in ([], [[1, 3, 2]], [[6, 1, 4]], [[0, 2, 1]], [[1, 1, 1]] * 15 + [[3, 2, 6]], [[2, 2, 2]]):
+        for counts in walks:
+            at = walk(counts)
+        assert_same_tree(fast.draft(7), slow.draft(7))
+    assert (captures.made, captures.replayed) == (1, 5)  # at the second use, and replayed from then on
+    for drafter in (slow, fast):
+        drafter.keep_rows([2, 0])
+    at = [at[2], at[0]]
+    for _ in range(3):
+        at = walk([1, 2])
+        assert_same_tree(fast.draft(7), slow.draft(7))
+    assert (captures.made, captures.replayed) == (2, 7)
+    if fast.has_block:
+        assert fast.cache.lengths == slow.cache.lengths == at
+
+
+def test_another_shape_of_trees_is_captured_anew(target, captures):  # noqa: F811
+    heads = fit(CloverHeads.from_target(target), target)
+    common = {**ragged_batch(VOCABULARY, (7,)), "max_new_tokens": 30, "do_sample": False, "assistant_model": heads}
+    common["num_assistant_tokens"] = 7
+    told(target, **common)
+    made = captures.made
+    heads.config.draft_top_k = 2
+    _, mine = told(target, **common)
+    _, its = told(target, **common, disable_compile=True)
+    assert captures.made > made
+    assert mine.accepted_by_depth == its.accepted_by_depth
+
+
+# ---------------------------------------------------------------------- the budget
+
+
+@pytest.mark.automatic
+def test_the_automatic_budget_asks_for_few_sizes(target, captures):  # noqa: F811
+    """And learns the costs of graphs apart from those of eager steps, and none while one is captured."""
+    heads = fit(CloverHeads.from_target(target, draft_depth=3), target)
+    common = {"input_ids": torch.tensor([[1, 4, 2, 5, 3]]), "max_new_tokens": 90, "pad_token_id": 0}
+    plain = target.generate(**common)
+    for is_eager in (False, True):
+        tokens, mine = told(target, **common, assistant_model=heads, disable_compile=is_eager)
+        assert torch.equal(tokens, plain)
+        assert is_eager or set(mine.tree_sizes) <= {0, 7, 15, 31, 63}
+    known = memory_of(target).experience[heads].costs
+    modes = {in_graphs for (_, in_graphs), _, _ in known}
+    assert modes == {False, True}
+    learned = sum(len(costs.forwards) for (key, _, _), costs in known.items() if key[1])
+    assert 0 < learned < 90 - captures.made
