@@ -12,7 +12,7 @@ from oracle import drafting_by
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
-from hf_clover.decoding import heads_run
+from hf_clover.decoding import drafting
 from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.copying import RUN_ELSEWHERE, RUNS, STEADY, Copies
 from hf_clover.decoding.drafting import CloverDrafter
@@ -181,7 +181,7 @@ def test_the_budget_chooses_among_copies_too(model, monkeypatch):
         cut.append((tree.size, with_path(tree, tokens, log_probs, nodes)))
         return cut[-1][1]
 
-    monkeypatch.setattr(heads_run, "with_path", watched)
+    monkeypatch.setattr(drafting, "with_path", watched)
     model.generate(**ragged_batch(VOCABULARY, (40,)), max_new_tokens=40, assistant_model=heads, num_assistant_tokens=5)
     assert cut
     for size, tree in cut:

@@ -3,14 +3,13 @@
 import pytest
 import torch
 import zoo
+from capturing import captures  # noqa: F401  (a fixture)
 from fitting import fit
 from paths import fed, nodes_as_if_alone, one_by_one, path_of
-from test_static import Graphs
 from torch.nn import functional as F
 from training.tiny import make_target, own_text
 
 from hf_clover import Eagle3Heads
-from hf_clover.decoding import heads_run
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.training.teacher import Teacher
@@ -160,21 +159,13 @@ def test_one_row_goes_on_from_a_cache(fitted):
     assert again.speculation.accepted_tokens > 3
 
 
-def test_a_static_cache(fitted):
-    """The target would be compiled, and would then hand over no layer's states: so neither is."""
-    torch._dynamo.reset()
-    graphs = Graphs()
-    plain, ours = both(*fitted, **graphs.options)
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
+def test_where_a_device_has_graphs(options, fitted, captures):  # noqa: F811
+    """The target's forwards are graphs, which hand over three layers' states; the drafts are not."""
+    plain, ours = both(*fitted, **options)
     assert ours.sequences.tolist() == plain.tolist()
     assert ours.speculation.accepted_tokens >= 30
-    assert graphs.count == 0
-
-
-def test_no_graphs_where_a_device_has_them(monkeypatch, fitted):
-    """They are of Clover's network: what these heads read has another width."""
-    monkeypatch.setattr(heads_run, "pays", lambda *args: pytest.fail("asked whether graphs pay"))
-    plain, ours = both(*fitted)
-    assert ours.sequences.tolist() == plain.tolist()
+    assert captures.replayed > 5
 
 
 def test_in_bfloat16_for_a_target_in_float32():

@@ -1,7 +1,7 @@
 """What goes wrong, or goes on beside, while text is generated: memory, threads, interruptions, numbers that are none.
 
 What is refused before a token is generated is in test_bad_input.py, with the first of the interruptions; threads that
-all speculate are in test_neighbours.py and test_static.py.
+all speculate are in test_neighbours.py and test_graphs.py.
 """
 
 import gc
@@ -14,9 +14,9 @@ import warnings
 
 import pytest
 import torch
+from capturing import captures  # noqa: F401  (a fixture)
 from oracle import planted
 from test_bad_input import Breaks, state_of
-from test_static import Graphs
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
@@ -272,8 +272,7 @@ def test_heads_that_give_no_numbers(model, heads, lengths, name, where, value):
     assert len(sizes) - last > 5, "most steps were plain"
 
 
-def test_compiled_heads_that_give_no_numbers(model, heads):
-    torch._dynamo.reset()
+def test_heads_in_graphs_that_give_no_numbers(model, heads, captures):  # noqa: F811
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain = model.generate(**inputs, max_new_tokens=NEW)
     ruin_weights(heads, math.nan)
@@ -284,7 +283,6 @@ def test_compiled_heads_that_give_no_numbers(model, heads):
             assistant_model=heads,
             num_assistant_tokens=5,
             return_dict_in_generate=True,
-            **Graphs().options,
         )
     assert len([w for w in caught if issubclass(w.category, CloverWarning)]) == 1
     assert torch.equal(out.sequences, plain)
@@ -336,17 +334,14 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
 
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["processor", "streamer"])
-@pytest.mark.parametrize("implementation", ["static", "compiled", "columns_only"])
+@pytest.mark.parametrize("implementation", ["static", "captures", "columns_only"])
 def test_breaking_off_elsewhere(model, heads, request, where, error, implementation):
     """As test_bad_input.py has it for the cache that grows: nothing of the call stays, and the next one is right."""
     options = {"max_new_tokens": NEW, "num_assistant_tokens": 5}
-    if implementation == "columns_only":
-        request.getfixturevalue("columns_only")
-    elif implementation == "static":
+    if implementation == "static":
         options["cache_implementation"] = "static"
     else:
-        torch._dynamo.reset()
-        options |= Graphs().options
+        request.getfixturevalue(implementation)
     inputs = ragged_batch(VOCABULARY, (7,))
     plain = model.generate(**inputs, max_new_tokens=NEW)
     model.generate(**inputs, assistant_model=heads, **options)  # so that the target has been measured

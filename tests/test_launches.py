@@ -31,10 +31,10 @@ def test_what_is_counted(launches, monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2", "medusa"])
-def test_a_step_launches_little_beside_the_draft_and_waits_once(launches, variant):
+def test_an_eager_step_launches_little_beside_the_draft_and_waits_once(launches, variant):
     target = launches.toy_target(LAYERS)
     plain = launches.launches_of(target)
-    found = launches.launches_of(target, CloverHeads.from_target(target, variant).eval())
+    found = launches.launches_of(target, CloverHeads.from_target(target, variant).eval(), eager=True)
     assert found["waits"] == ONE_WAIT
     assert plain["all_waits"] == 1
     beside = found["all_kernels"] - found["kernels"]["draft"]
@@ -42,24 +42,20 @@ def test_a_step_launches_little_beside_the_draft_and_waits_once(launches, varian
     assert found["kernels"]["masks"] <= 20
 
 
-@pytest.mark.parametrize("variant", ["clover-x", "medusa"])
-def test_a_draft_in_a_graph_is_few_launches(launches, variant):
-    target = launches.toy_target(2)
-    heads = CloverHeads.from_target(target, variant).eval()
-    eager = launches.launches_of(target, heads)
-    found = launches.launches_of(target, heads, in_a_graph=True)
-    assert found["waits"] == ONE_WAIT
-    assert found["operators"]["draft graph"] == 1
-    assert found["kernels"]["draft"] <= 30 < eager["kernels"]["draft"] / 3
-
-
+@pytest.mark.automatic
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_beside_a_static_cache_a_step_is_two_graphs_and_little_else(launches, batch_size):
-    target = launches.toy_target(2)
+@pytest.mark.parametrize("nodes", [24, None])
+def test_a_step_is_two_graphs_and_little_else(launches, batch_size, cache, nodes, monkeypatch):
+    """With the automatic budget too, which chooses the size of a tree before it is drafted."""
+    if nodes is None:
+        monkeypatch.setattr(launches, "COUNTED", range(60, 64))  # when it has tried the sizes there are
+    target = launches.toy_target(LAYERS)
     heads = CloverHeads.from_target(target).eval()
-    found = launches.launches_of(target, heads, batch_size, "static")
-    assert found["operators"]["verify graph"] == found["operators"]["draft graph"] == 1
-    assert found["waits"] == ONE_WAIT
-    assert found["all_kernels"] < 100, found["kernels"]
+    found = launches.launches_of(target, heads, batch_size, cache, nodes=nodes)
+    assert {part: waits for part, waits in found["waits"].items() if part != "budget"} == ONE_WAIT
+    if nodes is not None:
+        assert found["operators"]["verify graph"] == found["operators"]["draft graph"] == 1
+    assert found["all_kernels"] <= (60 if batch_size == 1 else 80), found["kernels"]
     plain = launches.launches_of(target, None, batch_size, "static")
     assert plain["operators"]["other graph"] == 1

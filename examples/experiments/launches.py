@@ -5,9 +5,9 @@ host. On a CPU tensors are there already, so `.tolist()`, `.numpy()`, `.cpu()` a
 are seen as calls. With an eager target on a GPU it is these counts that bound a step, and they are exact, so a test
 asserts them. Counted per step, which goes from one forward of the target to the next, over the steps of `COUNTED`, and
 as on a GPU: drafting, which looks at its own levels where looking costs nothing, does not. What the heads compute of
-the text, when a draft is asked for, is part of the draft. What runs in a graph on a GPU (the forward and the draft
-beside a static cache, with `in_a_graph` also the draft beside a dynamic one) counts as one kernel, so that what is
-left is what surrounds it.
+the text, when a draft is asked for, is part of the draft. What is a graph on a GPU counts as one kernel, so that what
+is left is what surrounds it: the forward over a tree and the draft, and plain generate's forward where transformers
+compiles it over a static cache. `eager` counts steps without.
 """
 
 import argparse
@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import draft_graph, loop, static_drafting, static_target, tree
+from hf_clover.decoding import graphs, loop, support, tree
+from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.graph_drafting import GraphDrafter
 from hf_clover.decoding.heads_run import HeadsRun
-from hf_clover.decoding.static_drafting import CompiledDrafter
 from hf_clover.decoding.target_run import TargetRun
 
 COUNTED = range(12, 24)  # steps
@@ -39,7 +40,8 @@ PARTS = {  # what of a step is where; what a part calls that is one itself count
     "walk": [(loop, "greedy_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
     "take-in": [(HeadsRun, "take_in")],
-    "draft": [(CloverDrafter, "draft"), (CompiledDrafter, "draft")],
+    "budget": [(AutomaticBudget, "ask")],  # what it reads are copies, which are on the host already
+    "draft": [(CloverDrafter, "draft"), (GraphDrafter, "draft")],
 }
 NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}  # are launched by no operator of these
 READS = {"_local_scalar_dense", "nonzero", "equal"}
@@ -125,11 +127,19 @@ class _Reads(TorchFunctionMode):
 
 
 @contextmanager
-def counting(target: PreTrainedModel) -> Iterator[Launches]:
+def counting(target: PreTrainedModel, has_heads: bool = False) -> Iterator[Launches]:
     launches = Launches()
-    handle = target.register_forward_pre_hook(launches.begin_step)
     with ExitStack() as stack:
-        stack.callback(handle.remove)
+        if has_heads:
+            verify = TargetRun.verify
+
+            def verified(run: TargetRun, drafted: tree.Tree) -> torch.Tensor:
+                launches.begin_step()
+                return verify(run, drafted)
+
+            stack.enter_context(mock.patch.object(TargetRun, "verify", verified))
+        else:
+            stack.callback(target.register_forward_pre_hook(launches.begin_step).remove)
         stack.enter_context(mock.patch.object(tree, "LOOKS_ON", ()))
         for part, places in PARTS.items():
             for owner, name in places:
@@ -141,18 +151,11 @@ def counting(target: PreTrainedModel) -> Iterator[Launches]:
 
 
 @contextmanager
-def graphs(launches: Launches, target: PreTrainedModel, drafts: bool) -> Iterator[None]:
-    """What transformers and this library compile, and `drafts` where they are captured, counted as graphs."""
-
-    def compiled(function: Callable[..., Any], *_: Any) -> Callable[..., Any]:
-        return launches.as_a_graph(function)
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(target, "get_compiled_call", return_value=compiled(target.__call__)))
-        for owner in (static_target, static_drafting):
-            stack.enter_context(mock.patch.object(owner, "compiled_function", compiled))
-        captures = {"cpu": launches.capture} if drafts else {}
-        stack.enter_context(mock.patch.object(draft_graph, "CAPTURES", captures))
+def as_graphs(launches: Launches, target: PreTrainedModel, eager: bool) -> Iterator[None]:
+    """What transformers compiles, and what this library captures, without a trial of whether its replays are right."""
+    compiled = mock.patch.object(target, "get_compiled_call", return_value=launches.as_a_graph(target.__call__))
+    captured = mock.patch.dict(graphs.CAPTURES, {} if eager else {"cpu": launches.capture})
+    with compiled, captured, mock.patch.object(support, "_why_no_tree", return_value=None):
         yield
 
 
@@ -170,7 +173,8 @@ def launches_of(
     batch_size: int = 1,
     cache: str = "dynamic",
     do_sample: bool = False,
-    in_a_graph: bool = False,
+    eager: bool = False,
+    nodes: int | None = NODES,
 ) -> dict[str, Any]:
     """Per step kernels and waits by part, and in all."""
     torch.manual_seed(1)
@@ -180,10 +184,8 @@ def launches_of(
         options |= {"cache_implementation": cache, "compile_config": CompileConfig()}
         options["compile_config"]._compile_all_devices = True  # as on a GPU
     if heads is not None:
-        options |= {"assistant_model": heads, "num_assistant_tokens": NODES}
-        once = {"max_new_tokens": 2, "cache_implementation": None}
-        target.generate(prompt[:1], **options | once)  # what happens once per target
-    with counting(target) as launches, graphs(launches, target, in_a_graph), suppress(Enough):
+        options |= {"assistant_model": heads, "num_assistant_tokens": nodes}
+    with counting(target, heads is not None) as launches, as_graphs(launches, target, eager), suppress(Enough):
         target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     if launches.step < COUNTED.stop:
         raise ValueError(f"there were {launches.step} steps, and {COUNTED.stop} are counted.")
@@ -201,20 +203,21 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", default=["clover-x", "clover-2", "medusa"])
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the target (%(default)s)")
-    parser.add_argument("--in-a-graph", action="store_true", help="drafts as on CUDA beside a dynamic cache")
+    parser.add_argument("--eager", action="store_true", help="steps without graphs")
+    parser.add_argument("--automatic", action="store_true", help="trees of as many nodes as pay, and not of 24")
     parser.add_argument("--output", type=Path, help="a JSON file")
     words = parser.parse_args(argv)
-    target, rows = toy_target(words.layers), []
+    target, rows, nodes = toy_target(words.layers), [], None if words.automatic else NODES
     print("| cache | batch | picks | drafter | kernels | without the draft, over plain | waits | by part: both |")
     print("|---|---|---|---|---|---|---|---|")
-    for cache in ("dynamic",) if words.in_a_graph else ("dynamic", "static"):
+    for cache in ("dynamic", "static"):
         for batch_size in (1, 4):
             for do_sample in (False, True):
                 plain = None
                 for variant in (None, *words.variants):
                     torch.manual_seed(0)
                     heads = None if variant is None else CloverHeads.from_target(target, variant).eval()
-                    found = launches_of(target, heads, batch_size, cache, do_sample, words.in_a_graph)
+                    found = launches_of(target, heads, batch_size, cache, do_sample, words.eager, nodes)
                     plain = plain or found
                     beside = (found["all_kernels"] - found["kernels"].get("draft", 0)) / plain["all_kernels"]
                     setting = {"cache": cache, "batch_size": batch_size, "do_sample": do_sample, "variant": variant}

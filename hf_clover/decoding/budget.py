@@ -6,8 +6,9 @@ the step took and gave (`learn`). What it says changes time, never tokens. A fix
 automatic one learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for each
 device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities are worth
 (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that are
-furthest behind count as much as all rows do. Where drafts promise less than a step without them would, the heads
-rest, longer each time. A new call cuts a long rest short.
+furthest behind count as much as all rows do. Where steps are graphs, reading a draft's probabilities would be a second
+wait for the device: the size is chosen before the draft, by what trees of each size have given. Where drafts promise
+less than a step without them would, the heads rest, longer each time. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.
 """
@@ -43,6 +44,7 @@ PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
 UNEVEN = 0.2  # of what drafts gain in a large batch, lost since some rows gain more than others and all wait
 LOOK_EVERY = 4  # drafts, after which two sizes more are drafted where all that was drafted paid; at first, always
+LATEST = 1 / 32  # weight of the newest tree in the average number of tokens that a size gives
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
 
 
@@ -98,6 +100,8 @@ class Acceptance:
 
     def __init__(self) -> None:
         self.promised, self.kept = torch.zeros(2, self.BINS, dtype=torch.float32)
+        self.tokens: dict[int, float] = {}  # that a row's step over so many nodes gives, on average
+        self.trees: dict[int, int] = {}  # that the average is of
         self.odds = self.HOPE
 
     def bins(self, log_probs: torch.Tensor) -> torch.Tensor:
@@ -126,6 +130,22 @@ class Acceptance:
                 is_right = len(path) > 1 and path[1] == 1
                 self.odds += math.log(promise / self.LUCK if is_right else (1 - promise) / (1 - self.LUCK))
         self.odds = min(max(self.odds, -self.SURELY), self.SURELY)
+
+    def learn_sizes(self, sizes: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """What the first `sizes` nodes of a tree would have given, of which rows walked `paths`."""
+        for size in sizes:
+            seen = sum(1 + sum(node <= size for node in path[1:]) for path in paths) / len(paths)
+            count = self.trees[size] = self.trees.get(size, 0) + 1
+            known = self.tokens.get(size, 1.0)
+            self.tokens[size] = known + max(LATEST, 1 / count) * (seen - known)
+
+    def given_by(self, sizes: Sequence[int]) -> list[float]:
+        """Tokens of a step over each of `sizes` nodes, 0 first; larger trees than were seen gain no more."""
+        known, best = [], 1.0
+        for size in sizes:
+            best = max(best, self.tokens.get(size, best))
+            known.append(best)
+        return known
 
 
 Key = tuple[Hashable, int, int]  # what costs depend on: the mode, the rows, and how often their text has doubled
@@ -190,14 +210,14 @@ class AutomaticBudget:
         if rests:
             return 0, self.copied
         if self.in_graphs:
-            return self.sizes[-1], 0
+            return self._size_before_the_draft(costs, len(lengths)), 0
         reach = costs.reach if costs.chosen else max(START // len(lengths), 1)
         return max(size for size in self.sizes if size <= reach), 0
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         """`rows`: those that are unfinished; `lengths`: of their texts."""
         self.drafted, self.log_probs = 0 if self.copied else tree.size - 1, None
-        if not self.drafted:
+        if not self.drafted or self.in_graphs:
             return tree
         log_probs = tree.log_probs[:, 1:].cpu()[list(rows)]  # [rows, N]; the one wait for the draft
         if not bool((log_probs[:, 0] > -torch.inf).any()):
@@ -214,6 +234,8 @@ class AutomaticBudget:
         with self.experience.lock:
             if nodes and not self.copied and self.log_probs is not None:
                 self.acceptance.learn(self.log_probs, paths)
+            if self.in_graphs and self.drafted:
+                self.acceptance.learn_sizes([size for size in self.sizes if 0 < size <= nodes], paths)
             beside_root = nodes + self.replayed
             if beside_root or self.drafted:
                 self.costs.learn_tree(self.drafted, draft_seconds, beside_root, forward_seconds)
@@ -253,6 +275,26 @@ class AutomaticBudget:
             return True
         sure = SURE * math.exp(4 * costs.noise / known**0.5)
         return self.since_plain >= min(2 << known, PLAIN_EVERY) and costs.advantage < sure
+
+    def _size_before_the_draft(self, costs: Costs, rows: int) -> int:
+        """How many nodes give the most tokens per second, by the trees before this one; now and then one size more."""
+        sizes = self.sizes
+        if not sizes[-1]:
+            return 0
+        self.drafts += 1
+        known = [size for size in sizes if size in self.acceptance.tokens]
+        if not known:
+            return max([size for size in sizes if size <= START // rows], default=0) or sizes[1]
+        forwards, drafts = self._steps(sizes, rows)
+        steps = [forward + draft for forward, draft in zip(forwards, drafts, strict=True)]
+        tokens = self.acceptance.given_by(sizes)
+        place = 1 + _smallest_good([t / s for t, s in zip(tokens[1:], steps[1:], strict=True)])
+        costs.chosen = (*costs.chosen, sizes[place])[-LATELY:]
+        if self.drafts % EXPLORE_EVERY == 0 or (len(costs.chosen) < LATELY and self.drafts % LOOK_EVERY == 0):
+            return sizes[min(place + 1, len(sizes) - 1)]
+        advantage = tokens[place] / steps[place] / self.rest_gives
+        self._rest_or_go_on(costs, advantage, steps[place] - tokens[place] / self.rest_gives)
+        return 0 if costs.resting else sizes[place]
 
     def _best(self, log_probs: torch.Tensor, lengths: Sequence[int]) -> int:
         """How many nodes of a tree are worth their time."""

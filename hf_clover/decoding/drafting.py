@@ -23,7 +23,7 @@ from ..network.modeling_heads import DraftHeads
 from .cache import TreeCache
 from .foresight import Foresight
 from .interfaces import Drafter
-from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only
+from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only, with_path
 
 logger = logging.get_logger(__name__)
 
@@ -189,6 +189,10 @@ class CloverDrafter:
         if self.roots is not None:
             self.roots = self.roots[index]
         self._waiting = [each.of_rows(index, rows) for each in self._waiting]
+
+    def with_path(self, tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
+        """`tree.with_path`, in the way that this drafter computes."""
+        return with_path(tree, tokens, log_probs, nodes)
 
     # ------------------------------------------------------------------ keeping up
 

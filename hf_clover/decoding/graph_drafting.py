@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
@@ -21,10 +20,10 @@ from ..network.modeling_heads import DraftHeads
 from .cache import TreeCache
 from .drafting import CloverDrafter, Settled, given, grow
 from .foresight import Foresight
-from .graphs import CAPTURES, Graphs, Outputs
+from .graphs import CAPTURES, Graphs, Outputs, filled
 from .masks import additive, visible_columns
 from .static_cache import StaticTreeCache, first_capacity, give_back_cache, take_cache
-from .tree import Tree, root_only
+from .tree import Tree, root_only, with_path
 
 
 def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
@@ -85,10 +84,27 @@ class GraphDrafter(CloverDrafter):
             found = self.cache.graphs.run(
                 (rows, columns, *sizes),
                 partial(self._drafted, *sizes),
-                [F.pad(value, (0, 0) * (value.ndim - 1) + (0, rows - len(value))) for value in inputs],
+                [filled(value, rows) for value in inputs],
             )
         self.state, tokens, parents, depths, log_probs, valid = (value[: len(roots)] for value in found)
         return Tree(tokens, parents, depths, log_probs, valid, max_depth=min(self.config.draft_depth, nodes))
+
+    def with_path(self, tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
+        rows, batch, width = self.cache.slots.seen_rows, len(tree.tokens), self.config.draft_copies
+        lacking = log_probs.new_full((batch, max(width - log_probs.shape[1], 0)), -torch.inf)
+        path = (filled(tokens, width, 1), torch.cat((log_probs, lacking), dim=1))
+        if rows < batch or path[0].shape[1] != width:
+            return super().with_path(tree, tokens, log_probs, nodes)
+        parts, depth = (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid), tree.max_depth
+
+        def joined(*inputs: torch.Tensor) -> Outputs:
+            made = with_path(Tree(*inputs[:5], max_depth=depth), *inputs[5:], nodes)
+            return made.tokens, made.parents, made.depths, made.log_probs, made.valid
+
+        key = ("with a path", rows, tree.size, depth, nodes)
+        found = self.cache.graphs.run(key, joined, [filled(part, rows) for part in (*parts, *path)])
+        tokens, parents, depths, joint, valid = (part[:batch] for part in found)
+        return Tree(tokens, parents, depths, joint, valid, max_depth=min(max(depth, width), nodes))
 
     def _drafted(self, nodes: int, shape: str, temperature: float | None, *inputs: torch.Tensor) -> Outputs:
         """The state [B, d] and the tree's tensors [B, n]; the last input is the noise [B, D, V], if there is a
@@ -172,9 +188,8 @@ class GraphDrafter(CloverDrafter):
             hidden = torch.zeros(batch, width, self.config.hidden_size, dtype=self.heads.dtype, device=device)
             empty = torch.zeros(batch, width, dtype=torch.long, device=device)
             return Settled(hidden, empty, empty, [0] * batch)
-        missing = width - new.hidden.shape[1]
-        hidden = F.pad(new.hidden, (0, 0, 0, missing))
-        return Settled(hidden, F.pad(new.next_tokens, (0, missing)), F.pad(new.positions, (0, missing)), new.counts)
+        hidden, tokens, positions = (filled(part, width, 1) for part in (new.hidden, new.next_tokens, new.positions))
+        return Settled(hidden, tokens, positions, new.counts)
 
     @contextmanager
     def _staged(self, new: Settled) -> Iterator[None]:

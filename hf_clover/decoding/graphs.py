@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -33,6 +34,12 @@ def captured_by_cuda(function: Callable[[], Outputs], pool: Any) -> tuple[Callab
 
 
 CAPTURES: dict[str, Callable[..., Any]] = {"cuda": captured_by_cuda}  # by the kind of device
+
+
+def filled(value: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
+    """With zeros up to `rows` in one dimension; itself, and no copy, where there are as many."""
+    missing = rows - value.shape[dim]
+    return F.pad(value, (0, 0) * (value.ndim - 1 - dim % value.ndim) + (0, missing)) if missing else value
 
 
 class Graph:
@@ -108,4 +115,4 @@ class Graphs:
         return graph
 
 
-__all__ = ["CAPTURES", "Graph", "Graphs"]
+__all__ = ["CAPTURES", "Graph", "Graphs", "filled"]

@@ -27,7 +27,7 @@ from .obeying import Obedience, must_obey
 from .state import Text
 from .support import warn
 from .target_memory import memory_of
-from .tree import Tree, with_chain, with_path
+from .tree import Tree, with_chain
 
 DROP_BELOW = 0.75  # of a batch's rows going on
 WATCHED = 200  # places at which first drafts are watched
@@ -150,7 +150,7 @@ class HeadsRun:
             tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
         if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
             tokens, log_probs = (each.to(tree.tokens.device) for each in paths)
-            tree = with_path(tree, tokens, log_probs, copied or tree.size - 1)
+            tree = self.drafter.with_path(tree, tokens, log_probs, copied or tree.size - 1)
         tree = self.budget.cut(tree, unfinished, lengths)
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)

@@ -169,6 +169,9 @@ class Drafter(Protocol):
         """A tree of `nodes` nodes below the last tokens; its root alone where `nodes` is 0. `shape`: None for the
         config's; `foresight`: what the next tokens will be picked with."""
 
+    def with_path(self, tree: "Tree", tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> "Tree":
+        """The best `nodes` of a tree and of one path, as `tree.with_path` joins them."""
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only, in this order."""
 

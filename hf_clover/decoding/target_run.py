@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from ..network.target_parts import device_of
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
 from .graph_rules import verifies_in_graphs, what_forwards_read
-from .graphs import Graphs
+from .graphs import Graphs, filled
 from .interfaces import Held
 from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, plain_mask, visible_columns
 from .private_api import as_for_decoding, cache_name, inputs_after, inputs_of_step, is_the_users, read_prompt
@@ -177,11 +176,8 @@ class TargetRun:
         batch, size = tree.tokens.shape
         width = min((count for count in NODE_COUNTS if count >= size), default=size)
         rows, columns = cache.look_at(width)
-        trees = [
-            F.pad(values, (0, width - size, 0, rows - batch)) for values in (tree.tokens, tree.parents, tree.depths)
-        ]
-        of_tokens = [*self.token_kwargs.values(), self._shift]  # [..., B, 1]
-        of_tokens = [F.pad(values, (0, 0, 0, rows - batch)) for values in of_tokens]
+        trees = [filled(filled(part, width, 1), rows) for part in (tree.tokens, tree.parents, tree.depths)]
+        of_tokens = [filled(part, rows, -2) for part in (*self.token_kwargs.values(), self._shift)]  # [..., B, 1]
         last = torch.full_like(self._shift, torch.iinfo(torch.long).max) if self._last is None else self._last
         inputs, forward = [*trees, last, *of_tokens], partial(self._forward_in_place, cache)
         with cache.staged(width):
