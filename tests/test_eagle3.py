@@ -11,6 +11,7 @@ from training.tiny import make_target, own_text
 
 from hf_clover import Eagle3Heads
 from hf_clover.decoding.private_api import cache_name
+from hf_clover.decoding.target_memory import memory_of
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.training.teacher import Teacher
 
@@ -162,10 +163,11 @@ def test_one_row_goes_on_from_a_cache(fitted):
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
 def test_where_a_device_has_graphs(options, fitted, captures):  # noqa: F811
     """The target's forwards are graphs, which hand over three layers' states; the drafts are not."""
+    memory_of(fitted[0]).idle_cache = None  # which has the graphs of the other test
     plain, ours = both(*fitted, **options)
     assert ours.sequences.tolist() == plain.tolist()
     assert ours.speculation.accepted_tokens >= 30
-    assert captures.replayed > 5
+    assert captures.replayed >= 4
 
 
 def test_in_bfloat16_for_a_target_in_float32():

@@ -43,14 +43,14 @@ def test_an_eager_step_launches_little_beside_the_draft_and_waits_once(launches,
 
 
 @pytest.mark.automatic
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("nodes", [24, None])
+@pytest.mark.parametrize(
+    ("cache", "batch_size", "nodes"), [("dynamic", 1, 24), ("dynamic", 4, None), ("static", 1, None)]
+)
 def test_a_step_is_two_graphs_and_little_else(launches, batch_size, cache, nodes, monkeypatch):
     """With the automatic budget too, which chooses the size of a tree before it is drafted."""
     if nodes is None:
         monkeypatch.setattr(launches, "COUNTED", range(60, 64))  # when it has tried the sizes there are
-    target = launches.toy_target(LAYERS)
+    target = launches.toy_target(4)
     heads = CloverHeads.from_target(target).eval()
     found = launches.launches_of(target, heads, batch_size, cache, nodes=nodes)
     assert {part: waits for part, waits in found["waits"].items() if part != "budget"} == ONE_WAIT

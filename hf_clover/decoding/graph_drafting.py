@@ -98,7 +98,8 @@ class GraphDrafter(CloverDrafter):
         parts, depth = (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid), tree.max_depth
 
         def joined(*inputs: torch.Tensor) -> Outputs:
-            made = with_path(Tree(*inputs[:5], max_depth=depth), *inputs[5:], nodes)
+            tokens, parents, depths, joint, valid, copied, chances = inputs
+            made = with_path(Tree(tokens, parents, depths, joint, valid, max_depth=depth), copied, chances, nodes)
             return made.tokens, made.parents, made.depths, made.log_probs, made.valid
 
         key = ("with a path", rows, tree.size, depth, nodes)

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from ..network.target_parts import device_of
 from .graphs import CAPTURES
-from .private_api import attention_of, experts_of
+from .private_api import attention_of, experts_of, is_compiled
 from .states import has_hooks_of_others
 from .target_memory import memory_of
 
@@ -41,7 +41,7 @@ def _why_no_graphs(target: PreTrainedModel) -> str | None:
         return "its 8-bit layers look for outliers on the host"
     if has_hooks_of_others(target):
         return "it has hooks, which a graph would leave out"
-    if hasattr(target.forward, "_torchdynamo_orig_callable") or target._compiled_call_impl is not None:
+    if is_compiled(target):
         return "its forward is compiled"
     if experts_of(target) == "eager":
         return 'its experts run one by one; `experts_implementation="grouped_mm"` when it is loaded leaves that'

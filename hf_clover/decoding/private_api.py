@@ -160,6 +160,12 @@ def attention_by_name(
     return getattr(torch.ops.aten, _EFFICIENT)(query, key, value, mask, False, scale=scale)[0]
 
 
+def is_compiled(target: "PreTrainedModel") -> bool:
+    """Whether somebody has compiled its forward, by `target.compile()` or in its place."""
+    is_replaced = hasattr(target.forward, "_torchdynamo_orig_callable")
+    return is_replaced or getattr(target, "_compiled_call_impl", None) is not None
+
+
 def experts_of(target: "PreTrainedModel") -> str | None:
     """How it computes a mixture's experts; None where it has none, or one way only."""
     can_choose = getattr(target, "_can_set_experts_implementation", bool)()
