@@ -66,7 +66,8 @@ class Captures:
     def __call__(self, function, pool):
         recorder = Recorder()
         try:
-            with Refusing(), recorder:
+            # In inference mode operators come here whole, of which some give a view or a copy, as it happens.
+            with torch.inference_mode(False), torch.no_grad(), Refusing(), recorder:
                 outputs = function()
         except Exception:
             recorder.undo()

@@ -212,6 +212,18 @@ def test_two_threads_with_one_target(target, captures):  # noqa: F811
     assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
 
 
+def test_calls_with_and_without_inference_mode(target, captures):  # noqa: F811
+    """What one leaves to the next can be written to in either."""
+    heads, inputs = fit(CloverHeads.from_target(target), target), ragged_batch(VOCABULARY, (5, 9))
+    plain = target.generate(**inputs, max_new_tokens=NEW)
+    for is_inference in (True, False, True, False):
+        with torch.inference_mode(is_inference):
+            tokens, mine = told(target, **inputs, max_new_tokens=NEW, assistant_model=heads, num_assistant_tokens=7)
+        assert torch.equal(tokens, plain)
+        assert mine.accepted_tokens > 0
+    assert captures.replayed > captures.made
+
+
 def test_adapters_that_are_switched_between_calls(captures):  # noqa: F811
     from peft import LoraConfig, get_peft_model
 

@@ -4,8 +4,8 @@ Contract: a `Cache` whose layers own buffers [B, kv_heads, capacity, head_dim] a
 in two ways. *Filling* (prefill): every row gets the same new columns, as in a `DynamicCache`. *Staged*
 (`with cache.staged(n)`): n entries per row go after that row's own length and stay provisional until `commit` keeps
 some of them. Left padding stays in the cache; masking it is the caller's. Sliding-window layers keep all columns and
-the mask does the windowing. The capacity grows in blocks, or is fixed and refuses. `static_target.py` has the cache of
-a compiled forward, whose shapes and addresses never change.
+the mask does the windowing. The capacity grows in blocks, or is fixed and refuses. `static_cache.py` has the one
+for CUDA graphs, whose addresses do not change.
 """
 
 import math

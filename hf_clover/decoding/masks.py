@@ -1,6 +1,6 @@
 """Which cache columns the nodes of a tree see.
 
-Contract: functions of tensors without a host sync, so that they run eagerly and inside a compiled forward alike. A
+Contract: functions of tensors without a host sync, so that they run eagerly and inside a graph alike. A
 node sees the committed columns of its row, without its padding, and its own ancestors, which stand after them. Where
 a layer looks at part of the text only, a node stands where its token would.
 

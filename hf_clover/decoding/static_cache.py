@@ -63,6 +63,10 @@ class StaticSlots(Slots):
 class StaticTreeLayer(TreeLayer):
     slots: StaticSlots
 
+    def reserve(self, columns: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
+        with torch.inference_mode(False):  # later calls write here, whatever their mode
+            super().reserve(columns, like)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,8 +111,9 @@ class StaticTreeCache(TreeCache):
         self._pending: Moves | None = None  # what the next forward, or an export, has to move
         self._has_moved = False  # a forward has done so since
         self._used = capacity  # columns that may hold something
-        self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
-        self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+        with torch.inference_mode(False):
+            self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
+            self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
 
     def _make_slots(self, capacity: int | None) -> Slots:
         return StaticSlots(capacity)
@@ -151,10 +156,11 @@ class StaticTreeCache(TreeCache):
         if self.lengths:
             self._move_now()
         self.graphs.forget()
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer._use([layer._grown(buffer, capacity) for buffer in layer.buffers])
-        self.slots.text = F.pad(self.slots.text, (0, capacity - self.slots.text.shape[1]), value=True)
+        with torch.inference_mode(False):  # later calls write here, whatever their mode
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer._use([layer._grown(buffer, capacity) for buffer in layer.buffers])
+            self.slots.text = F.pad(self.slots.text, (0, capacity - self.slots.text.shape[1]), value=True)
         self.slots.capacity = capacity
 
     def _held(self) -> set[int]:
@@ -248,7 +254,8 @@ def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int
 def give_back_cache(model: PreTrainedModel, cache: StaticTreeCache) -> None:
     if cache.graphs.capture is None:
         memory_of(model).uncaptured.add(cache.graphs.written_down)
-    if cache.graphs.device.type != "cuda" or cache.nbytes <= KEPT * torch.cuda.mem_get_info(cache.graphs.device)[1]:
+    device = cache.graphs.device
+    if device.type != "cuda" or cache.nbytes <= KEPT * torch.cuda.get_device_properties(device).total_memory:
         memory_of(model).idle_cache = cache
 
 
