@@ -3,7 +3,7 @@
 Contract: a processor that is a pure function of scores or of one row's text is asked along the paths of a tree, with
 the draft's logits in place of the target's: what it forbids is not drafted, and what it favours is drafted first. A
 grammar is asked, too: `prefix_allowed_tokens_fn`, and a processor that keeps matchers which can be forked, as
-xgrammar's does; where it allows one token alone, that token is a draft that costs no guess. Any other processor with a
+xgrammar's does; where it allows one token alone, or one text, that is a draft that costs no guess. Any other processor with a
 state of its own is never asked here. What is drafted decides which tokens are found early, never which tokens they
 are: the walk calls the caller's own processors as ever, once a token.
 
@@ -86,7 +86,7 @@ class DraftLogitsProcessor(LogitsProcessor):
         return scores
 
     def forced(self, input_ids: torch.Tensor) -> list[int]:
-        """The run of tokens that a grammar leaves no choice in.
+        """The run of tokens that a grammar leaves no choice in, or that a text without a choice is written with.
 
         Args:
             input_ids (`torch.Tensor` of shape `[L]`):
@@ -96,13 +96,10 @@ class DraftLogitsProcessor(LogitsProcessor):
             `list[int]`: the run, often empty
         """
         run: list[int] = []
-        while self.grammars and len(run) < MOST_FORCED:
-            allowed = self.grammars[0].only(input_ids)
-            if allowed is None:
-                break
-            run.append(allowed)
-            input_ids = torch.cat((input_ids, input_ids.new_tensor([allowed])))
-        return run
+        while self.grammars and len(run) < MOST_FORCED and (more := self.grammars[0].forced(input_ids)):
+            input_ids = torch.cat((input_ids, input_ids.new_tensor(more)))
+            run += more
+        return run[:MOST_FORCED]
 
 
 def _of_paths(processor: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -126,9 +123,9 @@ class ByPrefix:
             forbidden[beam, self.allowed(self.row, ids)] = False
         return scores.masked_fill(forbidden, -torch.inf)
 
-    def only(self, input_ids: torch.Tensor) -> int | None:
+    def forced(self, input_ids: torch.Tensor) -> list[int]:
         allowed = self.allowed(self.row, input_ids)
-        return int(allowed[0]) if len(allowed) == 1 else None
+        return [int(allowed[0])] if len(allowed) == 1 else []
 
 
 class ByMatcher:
@@ -169,9 +166,14 @@ class ByMatcher:
                 scores[beam, :count].masked_fill_(~allowed[:count].to(scores.device), -torch.inf)
         return scores
 
-    def only(self, input_ids: torch.Tensor) -> int | None:
+    def forced(self, input_ids: torch.Tensor) -> list[int]:
         known = self._behind(tuple(input_ids[self.settled - 1 :].tolist()))
-        return int(known[1].nonzero()[0]) if known is not None and int(known[1].sum()) == 1 else None
+        if known is None:
+            return []
+        if int(known[1].sum()) == 1:
+            return [int(known[1].nonzero()[0])]
+        # A text can be cut into tokens in several ways, of which a target that writes it takes the longest, nearly always.
+        return known[0].find_jump_forward_tokens() if hasattr(known[0], "find_jump_forward_tokens") else []
 
 
 def has_matchers(processor: Any) -> bool:
