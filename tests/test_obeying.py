@@ -5,7 +5,8 @@ some 200 MB that nothing else needs without a GPU: `pip install --no-deps xgramm
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -108,6 +109,19 @@ def both(target, heads, lengths=(7,), nodes=12, make: Callable[[], dict] = dict,
     return plain, target.generate(**inputs, **options, **make(), **drafting)
 
 
+@contextmanager
+def in_trees(target) -> Iterator[set[int]]:
+    """Tokens of the trees of 12 nodes that the target is given."""
+    seen: set[int] = set()
+
+    def watch(_, inputs):
+        seen.update(inputs[0].flatten().tolist() if inputs[0].shape[1] == 13 else ())
+
+    hook = target.get_input_embeddings().register_forward_pre_hook(watch)
+    yield seen
+    hook.remove()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -121,14 +135,8 @@ def both(target, heads, lengths=(7,), nodes=12, make: Callable[[], dict] = dict,
 def test_what_is_suppressed_is_never_in_a_drafted_tree(fitted, options, lengths):
     """Nor among what the target is given with one."""
     target, heads = fitted
-    seen: set[int] = set()
-
-    def watch(_, inputs):
-        seen.update(inputs[0].flatten().tolist() if inputs[0].shape[1] == 13 else ())
-
-    hook = target.get_input_embeddings().register_forward_pre_hook(watch)
-    plain, out = both(target, heads, lengths, **options)
-    hook.remove()
+    with in_trees(target) as seen:
+        plain, out = both(target, heads, lengths, **options)
     assert torch.equal(out.sequences, plain)
     assert 12 in out.speculation.tree_sizes
     assert len(seen) > 8
@@ -159,6 +167,15 @@ def test_what_a_grammar_forces_costs_no_guess(fitted, lengths, do_sample):
     forced = sum(len(grammar(0, row[:end])) == 1 for row in plain for end in range(max(lengths) + 1, plain.shape[1]))
     assert forced > 5 * len(lengths)
     assert out.speculation.accepted_tokens >= forced / len(lengths)
+
+
+def test_what_a_grammar_forces_and_another_forbids_is_not_drafted(fitted):
+    target, heads = fitted
+    with in_trees(target) as seen:
+        plain, out = both(target, heads, prefix_allowed_tokens_fn=grammar, suppress_tokens=[12])
+    assert torch.equal(out.sequences, plain)
+    assert 11 in seen, "which forces 12"
+    assert 12 not in seen
 
 
 def test_a_grammar_with_matchers_is_forked(fitted):

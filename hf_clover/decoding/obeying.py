@@ -3,9 +3,9 @@
 Contract: a processor that is a pure function of scores or of one row's text is asked along the paths of a tree, with
 the draft's logits in place of the target's: what it forbids is not drafted, and what it favours is drafted first. A
 grammar is asked, too: `prefix_allowed_tokens_fn`, and a processor that keeps matchers which can be forked, as
-xgrammar's does; where it allows one token alone, or one text, that is a draft that costs no guess. Any other processor with a
-state of its own is never asked here. What is drafted decides which tokens are found early, never which tokens they
-are: the walk calls the caller's own processors as ever, once a token.
+xgrammar's does; where it allows one token alone, or one text, that is a draft that costs no guess. Any other processor
+with a state of its own is never asked here. What is drafted decides which tokens are found early, never which tokens
+they are: the walk calls the caller's own processors as ever, once a token.
 
 Shapes: B rows, W beams of a level, L columns of the text with the path, V vocabulary, U draft vocabulary, k tokens of
 a run.
@@ -172,7 +172,7 @@ class ByMatcher:
             return []
         if int(known[1].sum()) == 1:
             return [int(known[1].nonzero()[0])]
-        # A text can be cut into tokens in several ways, of which a target that writes it takes the longest, nearly always.
+        # One text may be cut into tokens in several ways; a target nearly always writes it with the longest.
         return known[0].find_jump_forward_tokens() if hasattr(known[0], "find_jump_forward_tokens") else []
 
 
@@ -252,7 +252,8 @@ class Obedience(Foresight):
             return None
         tokens = torch.tensor([run + [0] * (longest - len(run)) for run in runs])
         sure = torch.tensor([[0.0] * len(run) + [-torch.inf] * (longest - len(run)) for run in runs])
-        return tokens, sure
+        several = any(len(ask.asked) > 1 for ask in self.processors)
+        return tokens, self.cut(tokens, sure) if several else sure
 
 
 def processors_of(text: Text, row: int) -> LogitsProcessorList:
