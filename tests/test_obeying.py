@@ -268,6 +268,25 @@ def test_a_draft_vocabulary_without_what_is_allowed(fitted):
     assert out.speculation.accepted_tokens == 2 * NEW // 3 - 1, "both behind each that is in no draft vocabulary"
 
 
+def test_a_text_that_is_forced_is_drafted_by_its_tokens():
+    """Those that a matcher names, where several could begin the text."""
+
+    class Jumps(Matcher):
+        def fork(self) -> "Jumps":
+            return Jumps(self.read)
+
+        def find_jump_forward_tokens(self) -> list[int]:
+            return [4, 9] if self.read == (3, 7, 5) else []
+
+    processor = Matching()
+    processor.matchers = [Jumps((3, 7))]  # before the text's last token
+    obeys = DraftLogitsProcessor(LogitsProcessorList([processor]), settled=4)
+    assert obeys.forced(torch.tensor([1, 3, 7, 5])) == [4, 9]
+    processor.matchers = [Jumps((3,))]
+    obeys = DraftLogitsProcessor(LogitsProcessorList([processor]), settled=3)
+    assert obeys.forced(torch.tensor([1, 3, 7])) == [5, 4, 9], "behind the one token that 7 leaves"
+
+
 def test_what_is_forced_without_drafts_of_the_heads():
     obeys = DraftLogitsProcessor(LogitsProcessorList(), settled=2)
     assert obeys.forced(torch.tensor([1, 2])) == []
