@@ -46,11 +46,13 @@ from transformers import (
 )
 from zoo import ZOO, build, ragged_batch
 
-from hf_clover import CloverHeads, speculations
+from hf_clover import CloverHeads, Eagle3Heads, speculations
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.measure.losslessness import BUG, explain
+from hf_clover.network.modeling_heads import DraftHeads
 
 VOCABULARY = 16
+EAGLE = "eagle-3"
 EXACT = torch.float64
 TARGETS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
 # A token's expert is a choice of its own, which rounding may turn; here a difference could only be explained away.
@@ -220,6 +222,7 @@ def _draw_surroundings(case: Case, rng: random.Random, is_exact: bool) -> None:
     if case.cache.startswith("users") and case.cache != "users static" and ZOO[case.target].route == "tree":
         case.rows = [None, *(rng.choice([None, None, "repeated", "selected"]) for _ in case.turns[1:])]
     case.poison = is_exact and not case.options["do_sample"] and rng.random() < 0.06
+    case.variant = EAGLE if rng.random() < 0.2 else case.variant
 
 
 # ---------------------------------------------------------------------- a caller's own
@@ -295,10 +298,11 @@ def heads_of(
     has_draft_vocabulary: bool,
     own_inputs: str | None = None,
     heads_dtype: str | None = None,
-) -> CloverHeads:
+) -> DraftHeads:
     size = VOCABULARY // 2 if has_draft_vocabulary else None
     target = target_of(name, attention, dtype, own_inputs)
-    heads = CloverHeads.from_target(target, variant=variant, draft_vocab_size=size)
+    kind, own = (Eagle3Heads, {}) if variant == EAGLE else (CloverHeads, {"variant": variant})
+    heads = kind.from_target(target, **own, draft_vocab_size=size)
     if has_draft_vocabulary:
         heads.draft_ids.copy_(torch.arange(1, VOCABULARY, 2))
     return heads if heads_dtype is None else heads.to(getattr(torch, heads_dtype))
@@ -364,7 +368,7 @@ def _play_in(case: Case, target: PreTrainedModel, outcome: Outcome) -> None:
     outcome.error = _what_differs(case, target, plain, ours, outcome)
 
 
-def _talk(case: Case, target: PreTrainedModel, heads: CloverHeads | None, truth: list[torch.Tensor] | None) -> Said:
+def _talk(case: Case, target: PreTrainedModel, heads: DraftHeads | None, truth: list[torch.Tensor] | None) -> Said:
     said, kept = Said(), None
     inputs = ragged_batch(VOCABULARY, tuple(case.lengths), case.seed)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]

@@ -1,6 +1,12 @@
-"""Drafts obey the caller's logits processors, grammars among them, and the text stays plain generate's."""
+"""Drafts obey the caller's logits processors, grammars among them, and the text stays plain generate's.
 
-from collections.abc import Callable
+The tests with xgrammar run where somebody has installed it. It is in no extra, since its requirements bring triton,
+some 200 MB that nothing else needs without a GPU: `pip install --no-deps xgrammar apache-tvm-ffi` is enough.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,9 +43,9 @@ class Matcher:
         return Matcher(self.read)
 
     def accept_token(self, token: int) -> bool:
-        allowed = token in grammar(0, torch.tensor(self.read))
-        self.read += (token,) if allowed else ()
-        return allowed
+        assert token in grammar(0, torch.tensor(self.read)), "xgrammar's says on stderr that it was asked for nothing"
+        self.read += (token,)
+        return True
 
     def is_terminated(self) -> bool:
         return False
@@ -88,6 +94,7 @@ class Counts(LogitsProcessor):
 @pytest.fixture(scope="module", params=KINDS)
 def fitted(request):
     target = build("llama", vocab_size=VOCABULARY)
+    torch.manual_seed(0)
     return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05).eval()
 
 
@@ -100,6 +107,19 @@ def both(target, heads, lengths=(7,), nodes=12, make: Callable[[], dict] = dict,
     torch.manual_seed(1)
     drafting = {"assistant_model": heads, "num_assistant_tokens": nodes, "return_dict_in_generate": True}
     return plain, target.generate(**inputs, **options, **make(), **drafting)
+
+
+@contextmanager
+def in_trees(target) -> Iterator[set[int]]:
+    """Tokens of the trees of 12 nodes that the target is given."""
+    seen: set[int] = set()
+
+    def watch(_, inputs):
+        seen.update(inputs[0].flatten().tolist() if inputs[0].shape[1] == 13 else ())
+
+    hook = target.get_input_embeddings().register_forward_pre_hook(watch)
+    yield seen
+    hook.remove()
 
 
 @pytest.mark.parametrize(
@@ -115,14 +135,8 @@ def both(target, heads, lengths=(7,), nodes=12, make: Callable[[], dict] = dict,
 def test_what_is_suppressed_is_never_in_a_drafted_tree(fitted, options, lengths):
     """Nor among what the target is given with one."""
     target, heads = fitted
-    seen: set[int] = set()
-
-    def watch(_, inputs):
-        seen.update(inputs[0].flatten().tolist() if inputs[0].shape[1] == 13 else ())
-
-    hook = target.get_input_embeddings().register_forward_pre_hook(watch)
-    plain, out = both(target, heads, lengths, **options)
-    hook.remove()
+    with in_trees(target) as seen:
+        plain, out = both(target, heads, lengths, **options)
     assert torch.equal(out.sequences, plain)
     assert 12 in out.speculation.tree_sizes
     assert len(seen) > 8
@@ -155,6 +169,15 @@ def test_what_a_grammar_forces_costs_no_guess(fitted, lengths, do_sample):
     assert out.speculation.accepted_tokens >= forced / len(lengths)
 
 
+def test_what_a_grammar_forces_and_another_forbids_is_not_drafted(fitted):
+    target, heads = fitted
+    with in_trees(target) as seen:
+        plain, out = both(target, heads, prefix_allowed_tokens_fn=grammar, suppress_tokens=[12])
+    assert torch.equal(out.sequences, plain)
+    assert 11 in seen, "which forces 12"
+    assert 12 not in seen
+
+
 def test_a_grammar_with_matchers_is_forked(fitted):
     target, heads = fitted
     made: list[Matching] = []
@@ -167,6 +190,52 @@ def test_a_grammar_with_matchers_is_forked(fitted):
     assert torch.equal(out.sequences, plain)
     assert made[1].calls == NEW, "once a token, as in plain generate"
     assert out.speculation.accepted_tokens > NEW / 2
+
+
+PIECES = ["<pad>", "</s>", *'{}[]":,abcd12 ', "ab", '"a', 'd"', '":', ", ", "cd", '": ', '"}']
+ONE_OF = [1, 2, 12, 22]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "abc": {"type": "array", "items": {"enum": ["ab", "cd", "abcd"]}, "minItems": 2, "maxItems": 3},
+        "cd": {"enum": ONE_OF},
+        "dab": {"enum": ONE_OF},
+    },
+    "required": ["abc", "cd", "dab"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_xgrammar(fitted, lengths, do_sample, capfd):
+    xgrammar = pytest.importorskip("xgrammar")
+    processor = pytest.importorskip("xgrammar.contrib.hf").LogitsProcessor
+    assert len(PIECES) == VOCABULARY
+    info = xgrammar.TokenizerInfo(PIECES, xgrammar.VocabType.RAW, vocab_size=VOCABULARY, stop_token_ids=[1])
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+    made = []
+
+    class Counted(processor):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            return super().__call__(input_ids, scores)
+
+    def make() -> dict:
+        made.append(Counted(compiled))
+        return {"logits_processor": LogitsProcessorList(made[-1:])}
+
+    target, heads = fitted
+    plain, out = both(target, heads, lengths, make=make, max_new_tokens=64, eos_token_id=1, do_sample=do_sample)
+    assert torch.equal(out.sequences, plain)
+    for row in plain[:, max(lengths) :].tolist():
+        written = json.loads("".join(PIECES[token] for token in row if token > 1))
+        assert list(written) == ["abc", "cd", "dab"]
+    assert made[0].calls == made[1].calls == plain.shape[1] - max(lengths), "once a token, as in plain generate"
+    assert out.speculation.accepted_tokens > out.speculation.new_tokens / 4
+    assert "cannot accept" not in capfd.readouterr().err
 
 
 def test_a_processor_with_a_state_is_not_asked_for_drafts(fitted):
@@ -183,13 +252,39 @@ def test_a_processor_with_a_state_is_not_asked_for_drafts(fitted):
     assert sum(out.speculation.tree_sizes) > 20
 
 
+@pytest.mark.filterwarnings("error::hf_clover.decoding.support.CloverWarning")
 def test_a_draft_vocabulary_without_what_is_allowed(fitted):
-    """Nothing is drafted then, and nobody takes that for NaN."""
+    """Nothing is drafted there, and nobody takes that for NaN, which would end all drafting."""
     target, _ = fitted
     torch.manual_seed(0)
-    heads = CloverHeads.from_target(target, draft_vocab_size=8).eval()  # ids 0 to 7
+    heads = CloverHeads.from_target(target, draft_vocab_size=8, draft_copies=0).eval()  # ids 0 to 7
     plain, out = both(target, heads, prefix_allowed_tokens_fn=lambda _, ids: [9, 10, 11])
     assert torch.equal(out.sequences, plain)
+    assert out.speculation.accepted_tokens == 0
+    plain, out = both(
+        target, heads, prefix_allowed_tokens_fn=lambda _, ids: [[9, 10, 11], [1, 2], [3, 4]][len(ids) % 3]
+    )
+    assert torch.equal(out.sequences, plain)
+    assert out.speculation.accepted_tokens == 2 * NEW // 3 - 1, "both behind each that is in no draft vocabulary"
+
+
+def test_a_text_that_is_forced_is_drafted_by_its_tokens():
+    """Those that a matcher names, where several could begin the text."""
+
+    class Jumps(Matcher):
+        def fork(self) -> "Jumps":
+            return Jumps(self.read)
+
+        def find_jump_forward_tokens(self) -> list[int]:
+            return [4, 9] if self.read == (3, 7, 5) else []
+
+    processor = Matching()
+    processor.matchers = [Jumps((3, 7))]  # before the text's last token
+    obeys = DraftLogitsProcessor(LogitsProcessorList([processor]), settled=4)
+    assert obeys.forced(torch.tensor([1, 3, 7, 5])) == [4, 9]
+    processor.matchers = [Jumps((3,))]
+    obeys = DraftLogitsProcessor(LogitsProcessorList([processor]), settled=3)
+    assert obeys.forced(torch.tensor([1, 3, 7])) == [5, 4, 9], "behind the one token that 7 leaves"
 
 
 def test_what_is_forced_without_drafts_of_the_heads():

@@ -281,6 +281,26 @@ def test_a_drafted_chain_is_what_the_network_says(folder):
         text = torch.cat((text, torch.tensor([[token]])), dim=1)
 
 
+@pytest.mark.parametrize(("case", "folder"), [(case, case) for case in CASES], indirect=["folder"])
+def test_a_drafted_chain_is_the_references_own(case, folder):
+    """By ids, from every place of the text (reference_vectors/eagle3/README.md)."""
+    heads, vectors = load_heads(folder, a_target()), load_file(VECTORS / case / "vectors.safetensors")
+    chains = json.loads((VECTORS / case / "chains.json").read_text())
+    heads.config.draft_depth = 6
+    assert len(chains) == vectors["input_ids"].shape[1] - 1
+    assert len({tuple(chain) for chain in chains.values()}) > 10
+    for place, chain in chains.items():
+        known = int(place) + 1
+        drafter = heads.new_drafter(heads)
+        drafter.extend(
+            vectors["features"][:, :known],
+            vectors["input_ids"][:, 1 : known + 1],
+            torch.arange(known)[None],
+            [known],
+        )
+        assert drafter.draft(6, "chain").tokens[0, 1:].tolist() == chain, place
+
+
 def test_heads_that_draft_rubbish_are_named_once(folder):
     target, heads = a_target(), load_heads(folder, a_target(), layer_ids=(1, 3, 7))
     heads.config.draft_copies = 0

@@ -63,7 +63,7 @@ def test_a_case_is_its_number():
     kinds = {kind for seed in range(2000) for kind in soak.draw(seed).kinds}
     usual = ("dtype float16", "cache users static", "rows 5", "tree levels", "turns 3", "streamer", "sampled")
     around = ("token types", "own inputs column", "default dtype bfloat16", "autocast float16", "heads dtype float16")
-    caches = ("cache users without config", "records", "rows repeated", "rows selected", "poison")
+    caches = ("cache users without config", "records", "rows repeated", "rows selected", "poison", "variant eagle-3")
     assert kinds.issuperset((*usual, *around, *caches))
 
 

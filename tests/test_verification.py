@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fitting import fit
 from test_commands import folder, models, run  # noqa: F401  (fixtures)
 from test_every_model import every_earlier_node
 from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
-from hf_clover import CloverHeads, cli
+from hf_clover import CloverHeads, Eagle3Heads, cli
 from hf_clover.decoding import support
 from hf_clover.decoding.cache import TreeCache
+from hf_clover.decoding.states import capture_states
 from hf_clover.decoding.tree import Tree
 from hf_clover.measure import losslessness as verification
 from hf_clover.measure.losslessness import BUG, IDENTICAL, NUMERICS, explain, rounding_after, verify
@@ -49,8 +51,46 @@ def test_every_setting_has_a_row(target, heads):
         assert (row["method"], row["new_tokens"]) == ("tree", 48)
     assert sum(row["accepted_tokens"] for row in rows) > 20, "a check that accepts nothing proves nothing"
     said = list(verification.report_of(json.loads(json.dumps(result))))
-    assert len(said) == 17
+    assert len(said) == 18
+    assert re.fullmatch(r"drafts that are right, each where those before it are: (\d+%, )*\d+%", said[-2])
     assert said[-1].endswith("float32 on cpu, 4 stand-in prompts: identical")
+
+
+@pytest.mark.parametrize("kind", [CloverHeads, Eagle3Heads])
+def test_drafts_by_place_are_those_of_chains(target, kind):
+    """Counted in the texts, and by drafting a chain behind each of their tokens."""
+    options = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
+    texts = [target.generate(torch.tensor([prompt]), **options)[0] for prompt in PROMPTS]
+    heads = kind.from_target(target, num_heads=4, draft_depth=4)
+    heads = fit(heads, target, texts=torch.stack([text[-12:] for text in texts])).eval()
+    result = check(target, heads, batch_sizes=(3,), nodes=(4,), trees=("chain",), max_new_tokens=10)
+    asked, right = [0] * 4, [0] * 4
+    for prompt, text in zip(PROMPTS, texts):
+        captured: list[torch.Tensor] = []
+        with torch.no_grad(), capture_states(target, captured, heads.feature_layers):
+            target(text[None])
+        for length in range(len(prompt) + 1, len(text)):
+            drafter = heads.new_drafter(heads)
+            positions = torch.arange(length - 1)[None]
+            drafter.extend(captured[0][:, : length - 1], text[None, 1:length], positions, [length - 1])
+            chain, truth = drafter.draft(4, "chain").tokens[0, 1:].tolist(), text[length:].tolist()
+            for place, (draft, token) in enumerate(zip(chain, truth)):
+                asked[place], right[place] = asked[place] + 1, right[place] + (draft == token)
+                if draft != token:
+                    break
+    assert right[1] > 5
+    assert asked[1] > right[1]
+    assert result["drafts_by_place"] == [{"asked": a, "right": r} for a, r in zip(asked, right)]
+
+
+def test_what_comes_behind_the_end_of_an_answer_is_not_counted(target, heads, monkeypatch):
+    plain = target.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
+    end = plain[len(PROMPTS[0]) + 2].item()
+    monkeypatch.setattr(target.generation_config, "eos_token_id", [end])
+    places = verify(
+        target, TOKENIZER, heads, PROMPTS[:1], progress=False, batch_sizes=(1,), nodes=(4,), max_new_tokens=8
+    )["drafts_by_place"]
+    assert places[0]["asked"] <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -211,7 +251,7 @@ def prompts(tmp_path):
 
 def test_the_command(run, models, prompts):  # noqa: F811
     said = run("verify", *models, *prompts, *SHORT)
-    assert (said.code, len(said.out.splitlines())) == (0, 3)
+    assert (said.code, len(said.out.splitlines())) == (0, 4)
     assert said.out.startswith("batch 1, 8 nodes, global tree, dynamic cache: 2 identical (")
     assert re.search(r"llama-\d+K, float32 on cpu, 2 prompts.txt prompts: identical\n$", said.out)
     result = json.loads(run("verify", *models, *prompts, *SHORT, "--json").out)

@@ -51,6 +51,7 @@ class HeadsRun:
         most = 0 if waits or heads.config.draft_tree == "chain" else heads.config.draft_copies
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
         self.drafted = 0  # nodes by the heads, in this step
+        self.obedience: Obedience | None = None  # in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
@@ -90,7 +91,8 @@ class HeadsRun:
         """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
         text, run = self.text, self.run
         found_no_drafts, text.found_no_drafts = text.found_no_drafts, False  # which the walk sees at no cost
-        if found_no_drafts and self.drafted and not self.drafter.is_broken:
+        forbidden = self.obedience is not None and self.obedience.left_nothing
+        if found_no_drafts and self.drafted and not forbidden and not self.drafter.is_broken:
             self.drafter.is_broken = True
             warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
         if self.heads.feature_layers and self.drafted:
@@ -119,8 +121,9 @@ class HeadsRun:
         places, right = known.get(self.heads, (0, 0))
         if places >= WATCHED or tree.size < 2:
             return
-        for row, path, draft in zip(self.text.running_rows(), paths, tree.tokens[:, 1].tolist(), strict=True):
-            if path:  # a row that has ended walks nothing
+        first = torch.where(tree.valid[:, 1], tree.tokens[:, 1], -1).tolist()  # -1 where nothing could be drafted
+        for row, path, draft in zip(self.text.running_rows(), paths, first, strict=True):
+            if path and draft >= 0:  # a row that has ended walks nothing
                 places, right = places + 1, right + (int(row[len(row) - len(path)]) == draft)
         known[self.heads] = places, right
         if places >= WATCHED and right < HOPELESS * places:
@@ -136,7 +139,7 @@ class HeadsRun:
     def draft(self, vocab_size: int) -> Tree:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
         text, unfinished = self.text, self.text.unfinished
-        obedience = Obedience(text, vocab_size) if self.obeys else None
+        self.obedience = obedience = Obedience(text, vocab_size) if self.obeys else None
         paths = self._known_paths(obedience)
         lengths = [self.run.cache.lengths[place] for place in unfinished]
         copies = None if paths is None else paths[1][unfinished]  # [rows, k]

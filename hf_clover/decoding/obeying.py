@@ -3,9 +3,9 @@
 Contract: a processor that is a pure function of scores or of one row's text is asked along the paths of a tree, with
 the draft's logits in place of the target's: what it forbids is not drafted, and what it favours is drafted first. A
 grammar is asked, too: `prefix_allowed_tokens_fn`, and a processor that keeps matchers which can be forked, as
-xgrammar's does; where it allows one token alone, that token is a draft that costs no guess. Any other processor with a
-state of its own is never asked here. What is drafted decides which tokens are found early, never which tokens they
-are: the walk calls the caller's own processors as ever, once a token.
+xgrammar's does; where it allows one token alone, or one text, that is a draft that costs no guess. Any other processor
+with a state of its own is never asked here. What is drafted decides which tokens are found early, never which tokens
+they are: the walk calls the caller's own processors as ever, once a token.
 
 Shapes: B rows, W beams of a level, L columns of the text with the path, V vocabulary, U draft vocabulary, k tokens of
 a run.
@@ -86,7 +86,7 @@ class DraftLogitsProcessor(LogitsProcessor):
         return scores
 
     def forced(self, input_ids: torch.Tensor) -> list[int]:
-        """The run of tokens that a grammar leaves no choice in.
+        """The run of tokens that a grammar leaves no choice in, or that a text without a choice is written with.
 
         Args:
             input_ids (`torch.Tensor` of shape `[L]`):
@@ -96,13 +96,10 @@ class DraftLogitsProcessor(LogitsProcessor):
             `list[int]`: the run, often empty
         """
         run: list[int] = []
-        while self.grammars and len(run) < MOST_FORCED:
-            allowed = self.grammars[0].only(input_ids)
-            if allowed is None:
-                break
-            run.append(allowed)
-            input_ids = torch.cat((input_ids, input_ids.new_tensor([allowed])))
-        return run
+        while self.grammars and len(run) < MOST_FORCED and (more := self.grammars[0].forced(input_ids)):
+            input_ids = torch.cat((input_ids, input_ids.new_tensor(more)))
+            run += more
+        return run[:MOST_FORCED]
 
 
 def _of_paths(processor: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -126,9 +123,9 @@ class ByPrefix:
             forbidden[beam, self.allowed(self.row, ids)] = False
         return scores.masked_fill(forbidden, -torch.inf)
 
-    def only(self, input_ids: torch.Tensor) -> int | None:
+    def forced(self, input_ids: torch.Tensor) -> list[int]:
         allowed = self.allowed(self.row, input_ids)
-        return int(allowed[0]) if len(allowed) == 1 else None
+        return [int(allowed[0])] if len(allowed) == 1 else []
 
 
 class ByMatcher:
@@ -137,41 +134,46 @@ class ByMatcher:
 
     def __init__(self, matcher: Any, settled: int, vocab_size: int) -> None:
         self.matcher, self.settled, self.vocab_size = matcher, settled, vocab_size
-        self.known: dict[
-            tuple[int, ...], Any
-        ] = {}  # tokens from the text's last one on -> a fork behind them, or None
+        # Tokens from the text's last one on -> a matcher that has read them and what may follow [V]; None where the
+        # grammar is at its end, or never comes so far.
+        self.known: dict[tuple[int, ...], tuple[Any, torch.Tensor] | None] = {}
 
-    def _behind(self, tokens: tuple[int, ...]) -> Any:
-        """A matcher that has read `tokens`; None where the grammar is at its end, or never came so far."""
+    def _behind(self, tokens: tuple[int, ...]) -> tuple[Any, torch.Tensor] | None:
         if tokens not in self.known:
-            before = self.matcher if len(tokens) == 1 else self._behind(tokens[:-1])
-            fork = None if before is None or before.is_terminated() else before.fork()
-            self.known[tokens] = fork if fork is not None and fork.accept_token(tokens[-1]) else None
-        fork = self.known[tokens]
-        return None if fork is None or fork.is_terminated() else fork
+            before = self.matcher
+            if len(tokens) > 1:
+                known = self._behind(tokens[:-1])
+                before = None if known is None or not known[1][tokens[-1] : tokens[-1] + 1].any() else known[0]
+            self.known[tokens] = None if before is None or before.is_terminated() else self._read(before, tokens[-1])
+        return self.known[tokens]
 
-    def _mask(self, tokens: tuple[int, ...]) -> torch.Tensor | None:
-        """[V] of what may follow; None where anything may."""
-        fork = self._behind(tokens)
-        if fork is None:
+    def _read(self, matcher: Any, token: int) -> tuple[Any, torch.Tensor] | None:
+        fork = matcher.fork()
+        if not fork.accept_token(token) or fork.is_terminated():
             return None
         words = torch.full((1, -(-self.vocab_size // 32)), -1, dtype=torch.int32)
         fork.fill_next_token_bitmask(words, 0)
         bits = (words[0, :, None] >> torch.arange(32, dtype=torch.int32)) & 1  # [words, 32]
-        return bits.flatten()[: self.vocab_size].bool()
+        return fork, bits.flatten()[: self.vocab_size].bool()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.clone()
         for beam, tokens in enumerate(input_ids[:, self.settled - 1 :].tolist()):
-            allowed = self._mask(tuple(tokens))
-            if allowed is not None:
+            known = self._behind(tuple(tokens))
+            if known is not None:
+                allowed = known[1]
                 count = min(len(allowed), scores.shape[1])
                 scores[beam, :count].masked_fill_(~allowed[:count].to(scores.device), -torch.inf)
         return scores
 
-    def only(self, input_ids: torch.Tensor) -> int | None:
-        allowed = self._mask(tuple(input_ids[self.settled - 1 :].tolist()))
-        return int(allowed.nonzero()[0]) if allowed is not None and int(allowed.sum()) == 1 else None
+    def forced(self, input_ids: torch.Tensor) -> list[int]:
+        known = self._behind(tuple(input_ids[self.settled - 1 :].tolist()))
+        if known is None:
+            return []
+        if int(known[1].sum()) == 1:
+            return [int(known[1].nonzero()[0])]
+        # One text may be cut into tokens in several ways; a target nearly always writes it with the longest.
+        return known[0].find_jump_forward_tokens() if hasattr(known[0], "find_jump_forward_tokens") else []
 
 
 def has_matchers(processor: Any) -> bool:
@@ -196,6 +198,7 @@ class Obedience(Foresight):
             for row, ids in zip(text.running, self.rows, strict=True)
         ]
         self.paths: list[torch.Tensor] = []  # [W, L] of each row
+        self.left_nothing = False  # of a row's first level
 
     def weigh(
         self,
@@ -222,6 +225,7 @@ class Obedience(Foresight):
         )
         left = left if vocabulary is None else left[..., vocabulary]  # [B, W, U]
         nothing = (left == -torch.inf).all(-1, keepdim=True)  # that may come can be drafted
+        self.left_nothing |= level == 0 and bool(nothing.any())
         if self.foresight is not None:
             left = self.foresight.weigh(level, left.masked_fill(nothing, 0.0), vocabulary, chosen, tokens)
         return left.masked_fill(nothing, -torch.inf)
@@ -248,7 +252,8 @@ class Obedience(Foresight):
             return None
         tokens = torch.tensor([run + [0] * (longest - len(run)) for run in runs])
         sure = torch.tensor([[0.0] * len(run) + [-torch.inf] * (longest - len(run)) for run in runs])
-        return tokens, sure
+        several = any(len(ask.asked) > 1 for ask in self.processors)
+        return tokens, self.cut(tokens, sure) if several else sure
 
 
 def processors_of(text: Text, row: int) -> LogitsProcessorList:

@@ -1,12 +1,13 @@
-"""Whether drafts are accepted here, tried on made-up targets: the end of `hf-clover env`.
+"""How often drafts are right: at each place of a chain, for `verify`, and whether any are accepted here at all, tried
+on made-up targets, the end of `hf-clover env`.
 
-Contract: `tried` takes about a second, needs no files, leaves the caller's random numbers as they are, and raises
-nothing: what fails is said in its line. Drafts are copies of plain generate's text or, in chains, one likely token, so
-most of them should be accepted.
+Contract: `right_by_place` feeds texts that are already there to the heads, as training does. `tried` takes a second,
+needs no files, leaves the caller's random numbers as they are, and raises nothing: what fails is said in its line.
+Drafts are copies of plain generate's text or, in chains, one likely token, so most of them should be accepted.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +15,49 @@ import torch
 from transformers import PreTrainedModel
 
 from ..decoding.copying import TextMemory
+from ..decoding.states import capture_states
 from ..decoding.trial import made_up_bloom, made_up_llama
 from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
 
 NEW_TOKENS = 48
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 9, 8, 7, 6, 5]]  # the second is padded
+
+
+@torch.no_grad()
+def right_by_place(
+    target: PreTrainedModel, heads: DraftHeads, texts: Sequence[tuple[torch.Tensor, int]]
+) -> list[dict[str, int]]:
+    """How many first drafts of the heads are right, how many second ones where the first is, and so on.
+
+    Args:
+        target: whose texts they are
+        heads: without what they copy
+        texts: each [L], and where the answer begins in it; every token of that is drafted behind
+
+    Returns:
+        of each place `asked` and `right`
+    """
+    heads.bind(target)
+    found = [{"asked": 0, "right": 0} for _ in range(heads.config.num_heads)]
+    for ids, start in texts:
+        captured: list[torch.Tensor] = []
+        with capture_states(target, captured, heads.feature_layers):
+            target(ids[None])
+        hidden, ids = captured[0].to(heads.device), ids.to(heads.device)
+        outputs = heads(hidden[:, :-1], ids[None, 1:]).head_outputs[:, 0, start - 1 :]  # [K, t, d]
+        is_right = torch.ones(outputs.shape[1], dtype=torch.bool, device=ids.device)
+        for place, (of_place, output) in enumerate(zip(found, outputs)):
+            truth = ids[start + 1 + place :]
+            if not len(truth):
+                break
+            drafts = heads.score(output[: len(truth)]).argmax(-1)
+            drafts = drafts if heads.config.draft_vocab_size is None else heads.draft_ids[drafts]
+            is_right = is_right[: len(truth)]  # and all drafts before
+            of_place["asked"] += int(is_right.sum())
+            is_right = is_right & (drafts == truth)
+            of_place["right"] += int(is_right.sum())
+    return found
 
 
 def tried() -> dict[str, str]:
@@ -71,4 +110,4 @@ def _said(target: PreTrainedModel, method: str, rows: int = 1, **options: Any) -
     return f"yes: {drafted}, and the text is plain generate's"
 
 
-__all__ = ["tried"]
+__all__ = ["right_by_place", "tried"]

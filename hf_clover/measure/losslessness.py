@@ -37,6 +37,7 @@ from ..decoding.record import Speculation, speculations
 from ..decoding.target_run import takes_positions
 from ..decoding.trial import precision_of, rounding_tolerance
 from ..network.modeling_heads import DraftHeads
+from .acceptance import right_by_place
 from .benchmark import batch_of, circumstances
 from .methods import Method, first_difference, with_heads
 from .prompts import pad_id_of
@@ -100,9 +101,9 @@ def verify(
             Show bars.
 
     Returns:
-        `dict[str, Any]`: `verdict`, the worst of all, and `rows`, one a setting with its `differences`, empty where
-        all
-            is identical
+        `dict[str, Any]`: `verdict`, the worst of all; `rows`, one a setting with its `differences`, empty where all
+            is identical; and `drafts_by_place`, how many first, second, ... drafts were `right` of those that were
+            `asked` for, each where all before it are
 
     Example:
 
@@ -120,7 +121,8 @@ def verify(
     """
     pad = pad_id_of(tokenizer) or 0
     methods = [with_heads(heads, nodes=count, tree=tree) for count, tree in product(nodes, trees)]
-    rows = []
+    rows: list[dict[str, Any]] = []
+    places: list[dict[str, int]] = []
     for cache, size in product(cache_implementations, batch_sizes):
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": pad}
         if cache != "dynamic":
@@ -133,6 +135,9 @@ def verify(
             target.generate(**batch, **options)  # type: ignore[operator]
             for batch in tqdm(batches, f"plain, {label}", disable=not progress)
         ]
+        if not places:
+            texts = [text for batch, both in zip(batches, plain) for text in _answered(target, batch, both)]
+            places = right_by_place(target, heads, texts)
         for method in tqdm(methods, f"heads, {label}", disable=not progress):
             found, records = [], []
             for first, batch, expected in zip(range(0, len(prompts), size), batches, plain):
@@ -145,6 +150,7 @@ def verify(
         "kind": "verification",
         **circumstances(target, prompt_set, prompts, max_new_tokens),
         "verdict": worst(row["verdict"] for row in rows),
+        "drafts_by_place": places,
         "rows": rows,
     }
 
@@ -159,6 +165,19 @@ def _with_heads(
     with method.applied() as own, speculations() as records:
         sequences = target.generate(**batch, **options, **own)  # type: ignore[operator]
     return sequences, records[0]
+
+
+def _answered(
+    target: PreTrainedModel, batch: dict[str, torch.Tensor], plain: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """Each row of `plain` [B, L] without padding, and where its answer begins."""
+    ends: Any = target.generation_config.eos_token_id
+    ends = torch.tensor([] if ends is None else ends).reshape(-1).to(plain)
+    columns = batch["input_ids"].shape[1]
+    for row, mask in zip(plain, batch["attention_mask"]):
+        ended = torch.isin(row[columns:], ends).nonzero().flatten().tolist()
+        length = int(mask.sum())
+        yield row[columns - length : columns + ended[0] + 1 if ended else None], length
 
 
 def _summary(found: Sequence[Difference], records: Sequence[Speculation], prompts: int) -> dict[str, Any]:
@@ -191,6 +210,8 @@ def report_of(result: Mapping[str, Any]) -> Iterator[str]:
                 f"    prompt {found['prompt']}, token {found['position']}: {found['heads_token']} with heads, "
                 f"{found['plain_token']} plainly, which {lead} (rounding: {found['rounding']:.2e}): {found['verdict']}"
             )
+    shares = [f"{place['right'] / place['asked']:.0%}" for place in result["drafts_by_place"] if place["asked"]]
+    yield f"drafts that are right, each where those before it are: {', '.join(shares)}"
     setting = f"{result['target']}, {result['dtype']} on {result['device']}"
     yield f"{setting}, {result['num_prompts']} {result['prompts']} prompts: {result['verdict']}"
     if not any(row["accepted_tokens"] for row in result["rows"]):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from training.tiny import make_target, make_tokenizer, own_text
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -15,7 +16,7 @@ from hf_clover import CloverTrainer, CloverTrainingConfig, Eagle3Heads, load_hea
 VECTORS = Path(__file__).parents[1] / "reference_vectors" / "eagle3" / "llama_reduced" / "heads"
 
 
-def trainer_of(heads, target, texts, folder, **settings) -> CloverTrainer:
+def trainer_of(heads, target, texts, folder, peft_config=None, **settings) -> CloverTrainer:
     args = CloverTrainingConfig(
         output_dir=str(folder),
         per_device_train_batch_size=8,
@@ -29,8 +30,21 @@ def trainer_of(heads, target, texts, folder, **settings) -> CloverTrainer:
     )
     data = Dataset.from_dict({"input_ids": texts})
     return CloverTrainer(
-        model=heads, teacher_model=target, args=args, train_dataset=data, processing_class=make_tokenizer()
+        model=heads,
+        teacher_model=target,
+        args=args,
+        train_dataset=data,
+        processing_class=make_tokenizer(),
+        peft_config=peft_config,
     )
+
+
+def accepted(target, heads, prompt: list[int]) -> int:
+    """Drafts, of 40 tokens that are plain generate's."""
+    options = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
+    out = target.generate(torch.tensor([prompt]), **options, assistant_model=heads, num_assistant_tokens=8)
+    assert torch.equal(out.sequences, target.generate(torch.tensor([prompt]), **options).sequences)
+    return out.speculation.accepted_tokens
 
 
 @pytest.mark.parametrize("settings", [{}, {"packing": True, "max_length": 64}, {"precompute_targets": True}])
@@ -39,19 +53,40 @@ def test_new_ones_learn(settings, tmp_path):
     texts = own_text(target)
     torch.manual_seed(0)
     heads = Eagle3Heads.from_target(target)
-    prompt = torch.tensor([texts[0][:3]])
-    options = {"max_new_tokens": 40, "eos_token_id": None, "return_dict_in_generate": True}
-
-    def accepted(heads) -> int:
-        out = target.generate(prompt, **options, assistant_model=heads, num_assistant_tokens=8)
-        assert torch.equal(out.sequences, target.generate(prompt, **options).sequences)
-        return out.speculation.accepted_tokens
-
     heads.config.draft_copies = 0
-    before = accepted(heads.eval())
+    before = accepted(target, heads.eval(), texts[0][:3])
     trainer = trainer_of(heads, target, texts, tmp_path, max_steps=60, learning_rate=1e-2, **settings)
     trainer.train()
-    assert accepted(trainer.heads.eval()) > before + 8
+    assert accepted(target, trainer.heads.eval(), texts[0][:3]) > before + 8
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["borrowed", "own lm_head and embedding"])
+def test_an_adapter_on_them(own, tmp_path):
+    """Trained, saved, loaded, merged: plain generate's tokens, and the same drafts are accepted."""
+    target = make_target()
+    texts = own_text(target)
+    torch.manual_seed(0)
+    heads = Eagle3Heads.from_target(target, draft_copies=0, own_lm_head=own, own_embedding=own)
+    if own:
+        heads.lm_head.load_state_dict(target.lm_head.state_dict())
+        heads.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
+    heads.save_pretrained(tmp_path / "heads")
+    before = accepted(target, heads.eval(), texts[0][:3])
+    settings = {"max_steps": 40, "learning_rate": 2e-2, "model_init_kwargs": None}
+    trainer = trainer_of(heads, target, texts, tmp_path / "adapter", LoraConfig(r=16), **settings)
+    trainer.train()
+    trainer.save_model()
+    trained = accepted(target, trainer.heads.eval(), texts[0][:3])
+    assert trained > before + 8
+    adapted = PeftModel.from_pretrained(load_heads(tmp_path / "heads", target), tmp_path / "adapter").eval()
+    parameters = adapted.get_base_model().named_parameters()
+    names = {name.split(".lora_")[0] for name, _ in parameters if "lora_" in name}
+    assert "fc" in names
+    assert "layers.0.self_attn.q_proj" in names
+    assert "lm_head" not in names, "which stays as it is, and is scored in chunks that need that"
+    for kind in (adapted.get_base_model(), adapted.merge_and_unload()):
+        assert type(kind) is Eagle3Heads
+        assert accepted(target, kind, texts[0][:3]) == trained
 
 
 def test_published_ones_go_on_with_what_they_have_of_their_own(tmp_path):
