@@ -177,6 +177,15 @@ def test_one_setting_is_bars_that_carry_their_values(pages):
     assert labels_of(panel(page, "Acceptance").get_legend()) == ["clover-2", "medusa"]
 
 
+def test_a_line_of_reference_stops_at_a_value_it_would_cross(pages):
+    speedup = panel(pages["one setting"], "Speedup")
+    reference = max(speedup.lines, key=lambda line: line.get_ydata()[-1] - line.get_ydata()[0])
+    assert reference.get_linestyle() == "--"
+    for value in speedup.texts:
+        assert value.get_bbox_patch().get_facecolor() == speedup.get_facecolor()
+        assert value.get_zorder() > reference.get_zorder()
+
+
 def test_a_sweep_is_lines_with_one_legend_and_ticks_where_the_values_are(pages):
     page = pages["batch sizes"]
     assert labels_of(page.legends[0]) == list(METHODS[:4])
