@@ -221,7 +221,7 @@ def test_training_shows_held_out_figures_where_there_are(pages):
     assert labels_of(panel(page, "Loss").get_legend()) == ["training", "held-out"]
     assert panel(page, "Loss").lines[0].get_xdata()[0] == 20  # the loss that was no number is left out
     accuracy = panel(page, "Top-1 accuracy, held-out text")
-    assert labels_of(accuracy.get_legend()) == ["head 1", "head 2", "head 3"]
+    assert labels_of(accuracy.get_legend()) == ["head 0", "head 1", "head 2"], "as the log counts them"
     assert accuracy.lines[0].get_xdata().tolist() == [50, 100]
     assert "measured" in labels_of(panel(page, "Tokens per forward").get_legend())
     without = figure_of(training(evaluated=False))
