@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     heads = AutoModel.from_pretrained(args.heads, dtype=torch.float32)
     sizes = f"{size_of(target)} parameters, with heads of {size_of(heads)}"
-    console.print(f"{name}: {sizes}, on {cores()} of a processor.\n")
+    console.print(f"{name}: {sizes}, on {cores()}.\n")
     hf_clover.pack_for_cpu(target)  # for both sides: a forward over a few tokens costs little more than over one
 
     prompts = default_prompts(tokenizer)
@@ -62,8 +62,8 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     ours.generate(target, inputs_of(prompt), heads, max_new_tokens=args.max_new_tokens, **SAMPLING)
     free = sum(len(step) - 1 for step in ours.steps if step)
     console.print(
-        f"\nIn green: {free} of {len(ours.tokens)} tokens came free. The heads had guessed them, and the model agreed "
-        "in a forward that gave one token of its own anyway.\n"
+        f"\nIn green: {free} of {len(ours.tokens)} tokens came free. The heads had guessed them, and the model "
+        "confirmed them in forwards that it ran for the other tokens anyway.\n"
     )
     console.print("The same question and seed without heads, beside a replay of the run above:")
     plain = Plain(ours, console)
@@ -105,7 +105,7 @@ def size_of(model: Any) -> str:
 
 def cores() -> str:
     count = torch.get_num_threads()
-    return f"{count} core{'s' * (count > 1)}"
+    return f"{count} CPU core{'s' * (count > 1)}"
 
 
 def inputs_of(prompt: list[int]) -> dict[str, torch.Tensor]:

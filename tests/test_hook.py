@@ -8,11 +8,20 @@ import tiny_text
 import torch
 from noticed import Events
 from oracle import planted
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, TextStreamer
+from transformers import (
+    CsmConfig,
+    CsmForConditionalGeneration,
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteriaList,
+    TextStreamer,
+)
+from transformers.models.csm.generation_csm import CsmGenerateOutput
+from transformers.models.moshi.modeling_moshi import MoshiConditionalGenerationGenerateOutput
 from transformers.utils import logging
 from zoo import build, ragged_batch
 
-from hf_clover import CloverHeads
+from hf_clover import CloverHeads, speculations
 
 VOCABULARY, NEW = 16, 24
 
@@ -172,6 +181,46 @@ def test_a_target_with_a_generate_of_its_own(model, heads):
     out = drafted(target, plain, 7, **inputs, max_new_tokens=NEW, assistant_model=heads)
     assert torch.equal(out.sequences, plain)
     assert "assistant_model" in seen[1]
+
+
+@pytest.mark.parametrize("output", [CsmGenerateOutput, MoshiConditionalGenerationGenerateOutput])
+def test_a_generate_that_returns_a_class_of_its_own(model, heads, output):
+    """Made from the items that ours returns: the record is none of them, and `speculations` has it."""
+
+    class Own(type(model)):
+        def generate(self, *args, **kwargs):
+            return output(**super().generate(*args, **kwargs))
+
+    target, inputs = Own(model.config).eval(), ragged_batch(VOCABULARY, (7,))
+    target.load_state_dict(model.state_dict())
+    options = dict(max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True)
+    plain = target.generate(**inputs, **options)
+    with planted(heads, plain.sequences, 7), speculations() as records:
+        out = target.generate(**inputs, **options, assistant_model=heads)
+    assert type(out) is output
+    assert list(out) == list(plain)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert [record.method for record in records] == ["tree"]
+    assert records[0].accepted_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+def test_speech_as_csm_generates_it():
+    """Each place of its text is as many numbers as there are codebooks, which is for plain `generate`."""
+    small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_codebooks=4)
+    small |= dict(num_key_value_heads=2, head_dim=16, vocab_size=8)
+    codec = dict(model_type="mimi", hidden_size=32, num_hidden_layers=1, num_filters=4, upsample_groups=8)
+    depth = dict(small, backbone_hidden_size=32)
+    config = CsmConfig(**small, depth_decoder_config=depth, codec_config=codec, text_vocab_size=32, pad_token_id=2)
+    target = CsmForConditionalGeneration(config).eval()
+    options = dict(max_new_tokens=6, do_sample=False, depth_decoder_do_sample=False, return_dict_in_generate=True)
+    ids = torch.randint(4, 8, (2, 5, 4))
+    plain = target.generate(ids, **options)
+    with speculations() as records:
+        out = target.generate(ids, **options, assistant_model=CloverHeads.from_target(target))
+    assert type(out) is type(plain)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert [(record.method, record.new_tokens) for record in records] == [("plain", 12)]
 
 
 def test_continuous_batching_refuses_assistants_itself(model, heads):

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads
+from hf_clover.apps.lines import print_line
 from hf_clover.apps.live import LiveStreamer, TokenText, generate_live
 from hf_clover.measure.step_record import StepRecord
 
@@ -229,6 +230,19 @@ def test_what_is_longer_than_a_line_is_left_to_the_terminal(tokenizer):
     live = LiveStreamer(tokenizer, terminal(width=10, color_system=None))
     live._write("漢字漢字漢字", None)
     assert screen(written(live.console)) == ["漢字漢字", "漢字"], "a line may end after any of them"
+
+
+def test_a_line_that_is_there_as_a_whole_ends_between_words_too():
+    said = "2.00 tokens per forward, :smile: [bold] " + "about 1.1 times plain generate " * 3
+    written = {}
+    for is_terminal in (True, False):
+        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=40)
+        print_line(console, said, "dim")
+        written[is_terminal] = ANY_COLOUR.sub("", console.file.getvalue())
+    assert written[False] == said + "\n", "for whoever reads a file"
+    lines = written[True].splitlines()
+    assert 20 < max(map(len, lines)) <= 40
+    assert " ".join(line.strip() for line in lines) == said.strip()
 
 
 # ---------------------------------------------------------------------- what goes wrong

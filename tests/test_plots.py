@@ -177,6 +177,15 @@ def test_one_setting_is_bars_that_carry_their_values(pages):
     assert labels_of(panel(page, "Acceptance").get_legend()) == ["clover-2", "medusa"]
 
 
+def test_a_line_of_reference_stops_at_a_value_it_would_cross(pages):
+    speedup = panel(pages["one setting"], "Speedup")
+    reference = max(speedup.lines, key=lambda line: line.get_ydata()[-1] - line.get_ydata()[0])
+    assert reference.get_linestyle() == "--"
+    for value in speedup.texts:
+        assert value.get_bbox_patch().get_facecolor() == speedup.get_facecolor()
+        assert value.get_zorder() > reference.get_zorder()
+
+
 def test_a_sweep_is_lines_with_one_legend_and_ticks_where_the_values_are(pages):
     page = pages["batch sizes"]
     assert labels_of(page.legends[0]) == list(METHODS[:4])
@@ -212,7 +221,7 @@ def test_training_shows_held_out_figures_where_there_are(pages):
     assert labels_of(panel(page, "Loss").get_legend()) == ["training", "held-out"]
     assert panel(page, "Loss").lines[0].get_xdata()[0] == 20  # the loss that was no number is left out
     accuracy = panel(page, "Top-1 accuracy, held-out text")
-    assert labels_of(accuracy.get_legend()) == ["head 1", "head 2", "head 3"]
+    assert labels_of(accuracy.get_legend()) == ["head 0", "head 1", "head 2"], "as the log counts them"
     assert accuracy.lines[0].get_xdata().tolist() == [50, 100]
     assert "measured" in labels_of(panel(page, "Tokens per forward").get_legend())
     without = figure_of(training(evaluated=False))

@@ -252,7 +252,7 @@ def prompts(tmp_path):
 def test_the_command(run, models, prompts):  # noqa: F811
     said = run("verify", *models, *prompts, *SHORT)
     assert (said.code, len(said.out.splitlines())) == (0, 4)
-    assert said.out.startswith("batch 1, 8 nodes, global tree, dynamic cache: 2 identical (")
+    assert said.out.startswith("batch 1, 8 nodes, global tree: 2 identical, ")
     assert re.search(r"llama-\d+K, float32 on cpu, 2 prompts.txt prompts: identical\n$", said.out)
     result = json.loads(run("verify", *models, *prompts, *SHORT, "--json").out)
     assert (result["kind"], result["verdict"], len(result["rows"])) == ("verification", IDENTICAL, 2)

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicLayer
 from ..decoding.private_api import cache_name
 from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
+from .lines import print_line
 from .live import LiveStreamer
 
 if TYPE_CHECKING:
@@ -155,11 +156,11 @@ def _turn(conversation: Conversation, line: str, console: "Console") -> None:
     try:
         conversation.answer(line, live)
     except ConversationFull as error:
-        console.print(str(error), style="red", highlight=False)
+        print_line(console, str(error), "red")
         return
     except KeyboardInterrupt:
         beginning = "stopped; "
-    console.print(beginning + live.summary(), style="dim", highlight=False, soft_wrap=True)
+    print_line(console, beginning + live.summary(), "dim")
 
 
 __all__ = ["Conversation", "ConversationFull", "chat"]

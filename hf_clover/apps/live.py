@@ -1,11 +1,10 @@
 """The text of a generation as it appears, on a console, the free tokens in colour where there is colour.
 
 Contract: a `LiveStreamer` is a `StepRecord`, so it knows of each token whether it came free. It changes no token, and
-keeps no exception from its caller. On a terminal lines end between words; elsewhere the text is written as it is.
+keeps no exception from its caller. On a terminal lines end between words (`lines`).
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..measure.step_record import StepRecord
+from .lines import WholeWords
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,40 +54,6 @@ class TokenText:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)  # type: ignore[return-value]
-
-
-class WholeWords:
-    """Pieces of a text in, as they come, and what to write to a terminal out: the pieces, and where a word outgrows
-    its line, its beginning taken back and written on the next. The last column stays free: cursors behave oddly
-    there."""
-
-    def __init__(self) -> None:
-        self._column = 0
-        self._word: list[tuple[str, str | None]] = []  # as much of it as is written, with its styles
-
-    def push(self, text: str, style: str | None, width: int) -> Iterator[tuple[str, str | None]]:
-        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
-            if part.isspace():
-                self._word = []
-                self._column = 0 if part == "\n" else len((" " * self._column + part).expandtabs())
-                yield part, style
-                continue
-            is_wide = _columns(part) > len(part)  # such scripts have no spaces, and a line may end anywhere
-            for chunk in part if is_wide else (part,):
-                known, new = sum(_columns(begun) for begun, _ in self._word), _columns(chunk)
-                if self._column + new >= width and known + new < width and self._column > known:
-                    yield (f"\x1b[{known}D\x1b[K" if known else "") + "\n", None
-                    yield from self._word
-                    self._column = known
-                self._word = [] if is_wide else [*self._word, (chunk, style)]
-                self._column = (self._column + new) % width  # what is longer than a line, the terminal breaks
-                yield chunk, style
-
-
-def _columns(text: str) -> int:
-    from rich.cells import cell_len
-
-    return cell_len(text)
 
 
 class LiveStreamer(StepRecord):
@@ -183,4 +149,4 @@ def generate_live(
     return LiveStreamer(tokenizer, console).generate(target, inputs, heads, **options)
 
 
-__all__ = ["LiveStreamer", "TokenText", "WholeWords", "generate_live"]
+__all__ = ["LiveStreamer", "TokenText", "generate_live"]

@@ -66,5 +66,9 @@ def main() -> None:
         typer.echo("Interrupted.", err=True)
         sys.exit(130)
     except (ValueError, OSError, ImportError) as error:
-        typer.secho(f"hf-clover: {' '.join(str(error).split())}", err=True, fg="red")
+        from rich.console import Console
+
+        from ..apps.lines import print_line
+
+        print_line(Console(stderr=True), f"hf-clover: {' '.join(str(error).split())}", "red")
         sys.exit(2)

@@ -4,8 +4,6 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # of the clone this is installed from
 
 
@@ -42,7 +40,11 @@ def load(
             raise ValueError(f"`--gguf-file {gguf_file}` needs to know where it lies: pass `--target` too.")
         name, target, its_heads = at_hand()
         heads = heads or its_heads
-        typer.secho(f"No `--target`: this is {name}, from {target}", err=True, dim=True)
+        from rich.console import Console
+
+        from ..apps.lines import print_line
+
+        print_line(Console(stderr=True), f"No `--target`: this is {name}, from {target}", "dim")
     import torch
 
     from ..making.loading import check_path, hide_loading_bars, load_target, load_tokenizer

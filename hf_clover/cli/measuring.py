@@ -136,13 +136,14 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
         return
     from rich.console import Console
 
+    from ..apps.lines import print_line
     from ..measure.tables import category_tables_of, notes_of, tables_of
 
     console = Console()
     for table in [*tables_of(result), *category_tables_of(result)]:
         console.print(table)
     for note in notes_of(result):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, note)
 
 
 def plot(

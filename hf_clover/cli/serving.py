@@ -55,6 +55,9 @@ def serve(
         )
     if target is not None and heads is None:
         raise ValueError("`--heads` is missing: without heads, `transformers serve` serves the target.")
+    from rich.console import Console
+
+    from ..apps.lines import print_line
     from ..apps.serving import serve as run
 
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
@@ -62,10 +65,7 @@ def serve(
         assistant.generation_config.num_assistant_tokens = num_assistant_tokens
     remember_texts(assistant, remember)
     if api_key is None and host not in ("localhost", "127.0.0.1", "::1"):
-        typer.secho(
-            f"Listening at {host} without a key: whoever reaches it is answered. See `--api-key`.",
-            err=True,
-            fg="yellow",
-        )
+        said = f"Listening at {host} without a key: whoever reaches it is answered. See `--api-key`."
+        print_line(Console(stderr=True), said, "yellow")
     name = target or at_hand().name
     run(model, tokenizer, assistant, name, host, port, api_key=api_key, allow_chat_templates=allow_chat_templates)

@@ -53,6 +53,9 @@ def verify(
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
+    from rich.console import Console
+
+    from ..apps.lines import print_line
     from ..measure import losslessness as verification
     from ..measure.prompts import default_prompts, load_prompts
 
@@ -73,6 +76,7 @@ def verify(
     if as_json:
         typer.echo(json.dumps(result))
     else:
+        console = Console()
         for line in verification.report_of(result):
-            typer.echo(line)
+            print_line(console, line)
     raise typer.Exit(int(result["verdict"] == verification.BUG))

@@ -49,6 +49,9 @@ def generate(
     """
     text = prompt_of(prompt, file)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
+    from rich.console import Console
+
+    from ..apps.lines import print_line
     from ..apps.live import LiveStreamer, TokenText
     from ..measure.step_record import StepRecord
 
@@ -63,7 +66,7 @@ def generate(
         answer = "".join([*map(written.push, record.tokens), written.flush()])
         typer.echo(json.dumps({"prompt": text, "text": answer, **record.figures()}))
     else:
-        typer.secho(record.summary(), err=True, dim=True)
+        print_line(Console(stderr=True), record.summary(), "dim")
 
 
 def chat(

@@ -24,10 +24,10 @@ from transformers.utils import logging
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of, unwrap
 from .budget import check_nodes
-from .loop import CloverGenerateOutput, speculate
+from .loop import speculate
 from .private_api import generate_plainly, why_unavailable
 from .ranks import goes_in_step, share_random_state
-from .record import Speculation, report
+from .record import Speculation, with_record
 from .state import Text
 from .support import PLAIN, TREE, Route, choose_route, warn
 
@@ -143,14 +143,7 @@ def with_plain_record(result: Any, prompt_length: int, reason: str | None) -> An
     steps = sequences.shape[1] - prompt_length
     stats = Speculation(method="plain", reason=reason, target_forwards=steps)
     stats.new_tokens = stats.row_forwards = steps * len(sequences)
-    return _with_speculation(result, stats)
-
-
-def _with_speculation(result: Any, stats: Speculation) -> Any:
-    report(stats)
-    if isinstance(result, torch.Tensor):
-        return result
-    return CloverGenerateOutput(**dict(result.items()), speculation=stats)
+    return with_record(result, stats)
 
 
 # ---------------------------------------------------------------------- refusals

@@ -7,7 +7,6 @@ Shapes: B batch, n tree nodes, V vocabulary.
 """
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +20,12 @@ from .heads_run import HeadsRun
 from .interfaces import Run
 from .private_api import cache_name
 from .ranks import any_goes_on, shared_budget
-from .record import Speculation, report
+from .record import Speculation, with_record
 from .state import Text
 from .support import AS_TREES, REPLAYED, TREE, Route
 from .target_run import TargetRun
 from .tree import root_only
 from .walk import greedy_walk, replay
-
-
-@dataclass
-class CloverGenerateOutput(GenerateDecoderOnlyOutput):
-    speculation: Speculation | None = None
 
 
 @torch.no_grad()
@@ -89,8 +83,7 @@ def speculate(
         sequences, stats.new_tokens = text.sequences(), text.emitted
         text.end()
         cache = ours.hand_back(sequences, synced_gpus)
-    report(stats)
     if not text.config.return_dict_in_generate:
-        return sequences
-    record: dict[str, Any] = {"sequences": sequences, "scores": text.scores, "logits": text.logits}
-    return CloverGenerateOutput(**record, **{cache_name(): cache}, speculation=stats)
+        return with_record(sequences, stats)
+    items: dict[str, Any] = {"sequences": sequences, "scores": text.scores, "logits": text.logits, cache_name(): cache}
+    return with_record(GenerateDecoderOnlyOutput(**items), stats)

@@ -1,6 +1,6 @@
 """What speculation did in a call of `generate`, and how to hear of it.
 
-Contract: one `Speculation` a call, filled by the loop and handed to `report` at its end; it comes back as
+Contract: one `Speculation` a call, filled by the loop and handed to `with_record` at its end; it comes back as
 `out.speculation`, and to whoever listens with `speculations()`. Nothing here is read by the decoding itself.
 """
 
@@ -9,6 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 
 @dataclass
@@ -143,8 +146,12 @@ def speculations() -> Iterator[list[Speculation]]:
         _listener.reset(token)
 
 
-def report(stats: Speculation) -> None:
-    """Every way to generate with heads ends here."""
+def with_record(result: Any, stats: Speculation) -> Any:
+    """What `generate` returns; every way to generate with heads ends here. A dictionary has its record as an
+    attribute, and not among its items: CSM and Moshi make an output of their own from those, which knows no other."""
     records = _listener.get()
     if records is not None:
         records.append(stats)
+    if not isinstance(result, torch.Tensor):
+        result.speculation = stats
+    return result

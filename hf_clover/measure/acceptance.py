@@ -104,10 +104,10 @@ def _said(target: PreTrainedModel, method: str, rows: int = 1, **options: Any) -
         return f"no: another text than plain generate's ({record.method})"
     if record.method != method:
         return f"no: {record.method}, since {record.reason}"
-    drafted = f"{record.accepted_tokens} of {record.new_tokens} tokens were drafted"
+    drafted = f"{record.accepted_tokens} of {record.new_tokens} tokens drafted"
     if 2 * record.accepted_tokens < record.new_tokens:
         return f"no: {drafted}, and more than half should be"
-    return f"yes: {drafted}, and the text is plain generate's"
+    return f"yes: {drafted}, the text is the same"
 
 
 __all__ = ["right_by_place", "tried"]

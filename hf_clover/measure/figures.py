@@ -280,7 +280,7 @@ def _of_training(log: list[Mapping[str, Any]]) -> dict[str, Any]:
     losses = []
     while _logged(log, f"{mode}head_{len(heads)}/top1"):
         name = f"{mode}head_{len(heads)}/top1"
-        heads.append(_curve(log, name, f"head {len(heads) + 1}"))
+        heads.append(_curve(log, name, f"head {len(heads)}"))
     for name, label, dashed in (("loss", "training", False), ("eval_loss", "held-out", True)):
         if _logged(log, name):
             losses.append({**_curve(log, name, label), "dashed": dashed})

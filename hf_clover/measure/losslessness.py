@@ -101,9 +101,9 @@ def verify(
             Show bars.
 
     Returns:
-        `dict[str, Any]`: `verdict`, the worst of all; `rows`, one a setting with its `differences`, empty where all
-            is identical; and `drafts_by_place`, how many first, second, ... drafts were `right` of those that were
-            `asked` for, each where all before it are
+        `dict[str, Any]`: `verdict`, the worst of all; `rows`, one a setting, whose `differences` are empty where all
+            texts are identical; and `drafts_by_place`, how many first, second, ... drafts were `right` of those that
+            were `asked` for, each where all before it are
 
     Example:
 
@@ -201,9 +201,10 @@ def report_of(result: Mapping[str, Any]) -> Iterator[str]:
     for row in result["rows"]:
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in (IDENTICAL, NUMERICS, BUG) if row[verdict])
         nodes = "auto" if row["nodes"] is None else row["nodes"]
-        setting = f"batch {row['batch_size']}, {nodes} nodes, {row['tree'] or 'own'} tree, {row['cache']} cache"
-        how = "" if row["reason"] is None else f"; decoded by {row['method']}: {row['reason']}"
-        yield f"{setting}: {counts} ({row['accepted_tokens']} of {row['new_tokens']} tokens were drafted{how})"
+        cache = "" if row["cache"] == "dynamic" else f", {row['cache']} cache"
+        setting = f"batch {row['batch_size']}, {nodes} nodes, {row['tree'] or 'own'} tree{cache}"
+        how = "" if row["reason"] is None else f" (decoded by {row['method']}: {row['reason']})"
+        yield f"{setting}: {counts}, {row['accepted_tokens']} of {row['new_tokens']} tokens drafted{how}"
         for found in row["differences"]:
             lead = "did not choose there" if found["margin"] is None else f"leads by {found['margin']:.2e}"
             yield (

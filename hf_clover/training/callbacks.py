@@ -326,14 +326,14 @@ class OneLine(TrainerCallback):
             return
         said = [f"loss {logs[f'{prefix}loss']:.3f}"]
         if (length := logs.get(f"{prefix}acceptance_length/top1")) is not None:
-            said.append(f"{length:.2f} tokens per forward of this text")
+            said.append(f"{length:.2f} tokens per forward")
         if not prefix and self.since is not None:
             now, done = time.perf_counter(), state.global_step - self.first_step
             said.append(f"{(logs.get('num_tokens', 0) - self.tokens) / (now - self.since):,.0f} tokens/s")
             said.append(f"{_in_words((now - self.began) / done * (state.max_steps - state.global_step))} to go")
             self.tokens, self.since = logs.get("num_tokens", 0), None
-        what = "evaluated" if prefix else "learned"
-        tqdm.write(f"Step {state.global_step} of {state.max_steps}, {what}: {', '.join(said)}")
+        what = ", evaluated" if prefix else ""
+        tqdm.write(f"Step {state.global_step} of {state.max_steps}{what}: {', '.join(said)}")
 
 
 def _in_words(seconds: float) -> str:
