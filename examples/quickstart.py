@@ -28,7 +28,7 @@ from hf_clover.measure.prompts import EVERYDAY, QUESTIONS, STAND_IN, default_pro
 from hf_clover.measure.step_record import StepRecord
 
 SAMPLING = {"do_sample": True, "temperature": 0.7}
-SEEDS = {EVERYDAY: 0, STAND_IN: 3}
+SEEDS = {EVERYDAY: 1, STAND_IN: 3}
 
 
 def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:

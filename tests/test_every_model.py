@@ -77,7 +77,7 @@ def every_earlier_node(self: Tree) -> torch.Tensor:
 @pytest.fixture
 def no_trial(monkeypatch):
     """A trial tree would notice, and fall back."""
-    monkeypatch.setattr(support, "_why_no_tree", lambda target, own: None)
+    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3n_text"])

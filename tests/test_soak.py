@@ -35,7 +35,7 @@ def test_a_mistake_in_the_decoding_is_found(monkeypatch):
     assert sound.failures == []
     assert sound.accepted_tokens > 10
     monkeypatch.setattr(TreeCache, "_move", lambda self, moves: None)
-    monkeypatch.setattr(support, "_why_no_tree", lambda target, own: None)  # a trial tree would notice, and fall back
+    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)  # a trial tree would notice, and fall back
     broken, outcomes = some(monkeypatch)
     assert len(broken.failures) > 2
     failed = next(case for case, outcome in outcomes if outcome.error)

@@ -72,7 +72,7 @@ def test_generate_as_it_was():
 
 def test_generate_with_keys_in_wrong_places(model, ids, monkeypatch):
     monkeypatch.setattr(TreeCache, "_move", lambda self, moves: None)
-    monkeypatch.setattr(support, "_why_no_tree", lambda target, own: None)
+    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)
     model.generate(torch.tensor([[3, 1, 4, 1, 5, 9]]), **{**NEW, "max_new_tokens": 40}, do_sample=True)
 
 
