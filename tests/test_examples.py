@@ -65,7 +65,7 @@ def test_the_quick_start_asks_a_model_that_answers(tmp_path, capsys):
     folders = ["--target", str(tmp_path / "target"), "--heads", str(tmp_path / "heads")]
     ours, plain = load("quickstart").main([*folders, "--max-new-tokens", "30"])
     said = capsys.readouterr().out
-    assert "> Give me three tips for falling asleep." in said
+    assert "> What makes a good teacher?" in said
     assert "[user]" not in said, "the template is not shown"
     assert ours.tokens == plain.tokens
     assert max(map(len, ours.steps)) > 1 == max(map(len, plain.steps))
