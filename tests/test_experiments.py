@@ -238,6 +238,17 @@ def test_prompts_of_any_length_end_with_their_question(experiment, folder):
     assert module.ending_with(0, [[1, 2], [3, 4], [5, 6]], 5, tokenizer) == [4, 5, 6, 1, 2]
 
 
+def test_obeying(experiment, folder):
+    pytest.importorskip("xgrammar")
+    result = run(experiment("obeying"), folder)
+    found = [(row["case"], row["method"]) for row in result["rows"]]
+    methods = ("deaf drafts", "drafts that obey")
+    assert found == [(case, method) for case in ("JSON schema", "banned words") for method in methods]
+    assert all(row["identical"] for row in result["rows"])
+    deaf, obeying, *_ = (row["tokens_per_forward"] for row in result["rows"])
+    assert obeying > 1.5 * deaf
+
+
 def test_step(experiment, folder, monkeypatch):
     module, asked = experiment("step"), set()
     parts_of = module.parts_of

@@ -64,6 +64,7 @@ HELP = {
     "contexts": "tokens of text before the steps that are timed",
     "per_category": "questions of each category",
     "rows": "of the table",
+    "banned": "words",
     "draft_vocab_size": "ids that all heads score, the data's most frequent; 0 is all of them",
 }
 GENERATION = dict(heads=str(STAND_IN / "heads"), prompts="stand-in", num_prompts=8, max_new_tokens=64, repeats=3)
