@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="an id or a folder; by default SmolLM2-135M-Instruct")
     parser.add_argument("--heads", help="heads for it; by default those in the repository")
-    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=160)
     args = parser.parse_args(argv)
     console, load = Console(highlight=False), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     name = args.target
@@ -53,8 +53,9 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
 
     prompts = default_prompts(tokenizer)
     prompt, another = load_prompts(prompts, tokenizer, limit=2)
-    for assistant in (heads, None):  # what is done once for a target is not part of either time
-        StepRecord().generate(target, inputs_of(another), assistant, max_new_tokens=16, **SAMPLING)
+    # What is done once for a target is no part of either time: a trial of it, and learning what trees cost here.
+    for assistant, tokens in ((heads, 48), (None, 16)):
+        StepRecord().generate(target, inputs_of(another), assistant, max_new_tokens=tokens, **SAMPLING)
     if prompts == EVERYDAY:
         console.print(f"> {QUESTIONS[0]}\n", style="bold")
     ours = LiveStreamer(tokenizer, console, skip_prompt=prompts == EVERYDAY)
