@@ -1,4 +1,4 @@
-"""Eleven lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
+"""Twelve lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
 
 Contract: the package is copied, one line of the copy is changed, and the tests named beside it run against the copy.
 A mutation is killed when one of them fails, which pytest says with exit code 1; anything else (all pass, nothing was
@@ -106,6 +106,13 @@ MUTATIONS = (
         line="if slots.lengths and not slots.is_even:",
         broken="if slots.lengths and slots.is_even:",
         tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
+    ),
+    Mutation(
+        name="what a commit moves is moved twice in a static cache",
+        file="decoding/static_cache.py",
+        line="for buffer in self.buffers:  # [..., B, kv_heads, C, head_dim]",
+        broken="for buffer in (*self.buffers, *self.buffers):  # [..., B, kv_heads, C, head_dim]",
+        tests=("test_static_cache.py::test_the_static_cache_is_a_list_of_lists",),
     ),
 )
 

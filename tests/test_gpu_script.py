@@ -52,7 +52,10 @@ def test_every_stage(gpu, tmp_path):
         *((cache, size, method) for cache in ("dynamic", "static") for size in (1, 2) for method in {*heads, "plain"}),
         *(("dynamic", 1, method) for method in ("prompt-lookup", "assistant")),
     }
-    for row in [*result["rows"], *result["budgets"]]:
+    assert [(row["has_cudnn"], row["method"]) for row in result["attention"]] == [
+        (has_cudnn, method) for has_cudnn in (True, False) for method in ("plain", "clover-x, 1100 ids")
+    ]
+    for row in [*result["attention"], *result["rows"], *result["budgets"]]:
         assert row["skipped"] is None
         assert row["identical"] is True
         assert row["tokens_per_second"] > 0

@@ -3,13 +3,14 @@
 One command, some minutes, one GPU. The target is the stand-in, widened to the shape of Llama 3 8B (`widen.py`): it
 moves the bytes and computes the products of 8B parameters, and says what the stand-in says, so that the tokens and the
 share of accepted drafts are those of a trained model, though of a small one with an easy text. No text ends before its
-length. In this order: greedy tokens in float32 at a small widened shape; then, in bfloat16, the speed of one row with
-a dynamic cache and with a static one, which transformers compiles, always against plain generate with the same cache;
-the parts of a step, with the GPU awaited before and after each, and the kernels; the speed and memory of training by
-the default recipe; more rows, other heads and other ways, and the time of a step by the length of the text, with a
-dynamic cache; the same with a static one, which is compiled anew for each number of rows; fixed budgets and the
-automatic one. It needs torch and transformers, and neither trl nor datasets. The JSON is written after every stage. A
-stage for which too little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON says so.
+length. In this order: greedy tokens in float32 at a small widened shape, over texts that outgrow their graphs; then,
+in bfloat16, eager steps with and without cuDNN's attention; the speed of one row against plain generate with a dynamic
+cache, and with a static one, which transformers compiles for plain generate and heads take as any other; the parts of
+a step, with the GPU awaited before and after each, and the kernels; more rows, with a static cache first, for which
+plain generate is compiled anew; the time of a step by the length of the text; the speed and memory of training by the
+default recipe; other heads and other ways; fixed budgets and the automatic one. It needs torch and transformers, and
+neither trl nor datasets. The JSON is written after every stage. A stage for which too little time is left is not
+begun, and one that outlasts `--minutes` is stopped; the JSON says so.
 
     python examples/experiments/gpu.py --minutes 9
     python examples/experiments/gpu.py --only exact budgets --output more-results
@@ -24,10 +25,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from plain_training import Rows, Run, new_heads
@@ -38,6 +40,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Pre
 from widen import Shape, widen_heads, widen_target
 
 from hf_clover import CloverHeads
+from hf_clover.decoding import static_cache
 from hf_clover.measure.benchmark import Method, measure, parse_method, plain, with_heads, write
 from hf_clover.measure.plots import plot
 from hf_clover.measure.prompts import load_prompts
@@ -52,13 +55,13 @@ FULL = SimpleNamespace(
     exact_batch_sizes=(1, 3),
     exact_tokens=64,
     exact=Shape(**SMALL, num_attention_heads=8, num_key_value_heads=2, head_dim=128, max_position_embeddings=2048),
-    shape=Shape(),
+    shape=Shape(max_position_embeddings=65536),
     draft_vocab_size=32000,
     batch_sizes=(1, 4, 16, 48),
     prompts=3,  # at least
     new_tokens=64,
     repeats=2,
-    contexts=(256, 1024, 2048, 4096),
+    contexts=(256, 2048, 8192, 32768),
     context_tokens=(8, 40),
     budgets=(4, 8, 16, 24, 32, 48, 64),
     budget_batch_sizes=(1, 16),
@@ -100,7 +103,7 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(STAND_IN / "target")
         self.lists: dict[str, list[dict[str, Any]]] = {
-            name: [] for name in ("checks", "rows", "steps", "kernels", "contexts", "budgets", "training")
+            name: [] for name in ("checks", "attention", "rows", "steps", "kernels", "contexts", "budgets", "training")
         }
 
     # ------------------------------------------------------------------ models
@@ -161,7 +164,8 @@ class Bench:
     # ------------------------------------------------------------------ stages
 
     def exact(self, cache: str) -> None:
-        """Greedy tokens in float32: those of plain generate with the same cache, and those of the stand-in."""
+        """Greedy tokens in float32: those of plain generate with the same cache, and those of the stand-in. Graphs see
+        few columns at first, so that texts outgrow them."""
         greedy = dict(max_new_tokens=self.sizes.exact_tokens, do_sample=False, return_dict_in_generate=True)
         options = greedy if cache == "dynamic" else greedy | {"cache_implementation": cache}
         if cache != "dynamic" and self.device == "cpu":  # where transformers compiles nothing unless it is told to
@@ -174,7 +178,8 @@ class Bench:
                 inputs = self.batch(self.prompts(size)[:size])
                 stand_in = self.small.generate(**inputs, **greedy).sequences.tolist()
                 its = wide.generate(**inputs, **options).sequences.tolist()
-                out = wide.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=15)
+                with mock.patch.object(static_cache, "LEAST_COLUMNS", 64):
+                    out = wide.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=15)
                 check = {"cache": cache, "batch_size": size, "method": variant}
                 check["as_plain"], check["as_the_stand_in"] = out.sequences.tolist() == its, its == stand_in
                 check["tokens_per_forward"] = out.speculation.tokens_per_forward
@@ -182,6 +187,15 @@ class Bench:
                     check["as_plain"] and check["as_the_stand_in"] and out.speculation.accepted_tokens > 0
                 )
                 self.lists["checks"].append(check)
+
+    def attention(self) -> None:
+        """Eager steps where torch may choose cuDNN's attention, and where it may not."""
+        heads = [replace(method, options=method.options | {"disable_compile": True}) for method in self.ours[1:]]
+        for has_cudnn in (True, False):
+            torch.backends.cuda.enable_cudnn_sdp(has_cudnn)
+            rows = self._measure([plain(), *heads], "dynamic", 1)
+            self.lists["attention"] += [row | {"has_cudnn": has_cudnn} for row in rows]
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
     def speed(self, cache: str, batch_size: int, methods: str) -> None:
         chosen = {"ours": self.ours, "other heads": self.other_heads}.get(methods)
@@ -262,18 +276,19 @@ class Bench:
 
         first, *more = sizes.batch_sizes
         yield "exact dynamic", 10, 60, functools.partial(self.exact, "dynamic")
+        yield "attention", 20, 60, self.attention
         yield speed("dynamic", first)
         yield speed("static", first)
         for cache in ("dynamic", "static"):
             yield f"steps {cache}", 15, 120, functools.partial(self.steps, cache)
+        for size in more:
+            yield speed("static", size)
+        yield "contexts dynamic", 20, 90, functools.partial(self.contexts, "dynamic", sizes.contexts)
         yield "training", 15, 60, self.training
         for size in more:
             yield speed("dynamic", size)
         yield speed("dynamic", first, "others")
-        yield "contexts dynamic", 20, 90, functools.partial(self.contexts, "dynamic", sizes.contexts)
         yield "exact static", 10, 300, functools.partial(self.exact, "static")
-        for size in more:
-            yield speed("static", size)
         for size in sizes.budget_batch_sizes:
             yield f"budgets static {size}", 40, 180, functools.partial(self.budgets, "static", size)
         ends = (min(sizes.contexts), max(sizes.contexts))
@@ -428,8 +443,8 @@ COLUMNS = ("cache", "batch_size", "method", "tokens_per_second", "tokens_per_for
 def _show(result: dict[str, Any]) -> None:
     console = Console()
     shown = {name: result[name] for name in ("checks", "contexts") if result[name]}
-    for name in ("rows", "budgets"):
-        shown[name] = [{column: row.get(column) for column in COLUMNS} for row in result[name]]
+    for name, columns in (("attention", ("has_cudnn", *COLUMNS)), ("rows", COLUMNS), ("budgets", COLUMNS)):
+        shown[name] = [{column: row.get(column) for column in columns} for row in result[name]]
     shown["steps"] = [
         {**{k: v for k, v in step.items() if k != "parts_ms"}, **step["parts_ms"]} for step in result["steps"]
     ]

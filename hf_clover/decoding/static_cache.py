@@ -1,17 +1,18 @@
 """A cache whose entries never change their place, so that forwards over it can be graphs (`graphs.py`).
 
 Contract: a `TreeCache` of one allocation a layer, of `capacity` columns. The text grows and rows leave within it: a
-forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it
-doubles, and its graphs are forgotten. The host writes one small tensor a step, `StaticSlots.state`: where rows end,
-and what the last commit left to be moved, which the next forward moves, or whoever reads the cache. Moving twice would
-move other entries, so a step that is run twice is one that went wrong. The cache that a model used last is kept for
-its next call, if it is no larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
+forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it doubles, and its
+graphs are forgotten. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the last
+commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice moves
+twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
+larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
 
 Shapes: B rows, n tree nodes, C columns, M moved entries at most.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -90,8 +91,9 @@ class StaticTreeLayer(TreeLayer):
             seen.append(buffer[:, :, : slots.seen_columns])
         return seen[0], seen[1]
 
-    def get_seq_length(self) -> int:
-        return super().get_seq_length() if self.slots.index is None else self.slots.seen_columns
+    def get_seq_length(self) -> Any:
+        """Of a forward in place a tensor: a number would be written down in its graph."""
+        return super().get_seq_length() if self.slots.index is None else self.slots.starts.max()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return super().get_mask_sizes(query_length) if self.slots.index is None else (self.slots.seen_columns, 0)
