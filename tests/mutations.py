@@ -1,4 +1,4 @@
-"""Twelve lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
+"""Thirteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
 
 Contract: the package is copied, one line of the copy is changed, and the tests named beside it run against the copy.
 A mutation is killed when one of them fails, which pytest says with exit code 1; anything else (all pass, nothing was
@@ -113,6 +113,13 @@ MUTATIONS = (
         line="for buffer in self.buffers:  # [..., B, kv_heads, C, head_dim]",
         broken="for buffer in (*self.buffers, *self.buffers):  # [..., B, kv_heads, C, head_dim]",
         tests=("test_static_cache.py::test_the_static_cache_is_a_list_of_lists",),
+    ),
+    Mutation(
+        name="rows of a static cache leave, and others take their places",
+        file="decoding/static_cache.py",
+        line="buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))",
+        broken="buffer.narrow(dim, 0, len(rows)).copy_(buffer.narrow(dim, 0, len(rows)))",
+        tests=("test_static_cache.py::test_rows_that_leave_and_a_text_that_outgrows_it",),
     ),
 )
 
