@@ -94,20 +94,6 @@ MUTATIONS = (
         tests=("test_tree.py::test_levels_stop_when_the_budget_is_used_up",),
     ),
     Mutation(
-        name="a commit takes the entries of the row before",
-        file="decoding/cache.py",
-        line="(row, lengths[row] + entry, lengths[row] + place)",
-        broken="(row, lengths[0] + entry, lengths[row] + place)",
-        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
-    ),
-    Mutation(
-        name="staged entries of uneven rows are written at the first row's length",
-        file="decoding/cache.py",
-        line="if slots.lengths and not slots.is_even:",
-        broken="if slots.lengths and slots.is_even:",
-        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
-    ),
-    Mutation(
         name="what a commit moves is moved twice in a static cache",
         file="decoding/static_cache.py",
         line="for buffer in self.buffers:  # [..., B, kv_heads, C, head_dim]",
@@ -120,6 +106,20 @@ MUTATIONS = (
         line="buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))",
         broken="buffer.narrow(dim, 0, len(rows)).copy_(buffer.narrow(dim, 0, len(rows)))",
         tests=("test_static_cache.py::test_rows_that_leave_and_a_text_that_outgrows_it",),
+    ),
+    Mutation(
+        name="a commit takes the entries of the row before",
+        file="decoding/cache.py",
+        line="(row, lengths[row] + entry, lengths[row] + place)",
+        broken="(row, lengths[0] + entry, lengths[row] + place)",
+        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
+    ),
+    Mutation(
+        name="staged entries of uneven rows are written at the first row's length",
+        file="decoding/cache.py",
+        line="if slots.lengths and not slots.is_even:",
+        broken="if slots.lengths and slots.is_even:",
+        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
     ),
 )
 
