@@ -3,6 +3,7 @@
     python tests/soak.py --minutes 60                  # counts in soak.json; the same again goes on from there
     python tests/soak.py --count 500 --state none      # so many cases, kept nowhere
     python tests/soak.py --case 1234                   # this one alone, with everything that was drawn for it
+    python tests/soak.py --minutes 60 --graphs         # steps as CUDA graphs, by the stand-in of tests/capturing.py
 
 Contract: `draw(seed)` is one case, the same for the same seed: a target of tests/zoo.py in some dtype and attention,
 heads and their trees, a batch of prompts, processors, ways to stop, a cache, what the caller has set elsewhere (token
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from capturing import Captures
 from noticed import Events, are_near, kept_of
 from oracle import planted
 from transformers import (
@@ -47,6 +49,7 @@ from transformers import (
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, speculations
+from hf_clover.decoding import graphs, tree
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.measure.losslessness import BUG, explain
 from hf_clover.network.modeling_heads import DraftHeads
@@ -507,8 +510,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case, where there is no state file yet")
     parser.add_argument("--state", default="soak.json", help="where the counts are kept; none for nowhere")
     parser.add_argument("--case", type=int, help="run the case of this seed alone")
+    parser.add_argument("--graphs", action="store_true", help="as on a device that has graphs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.graphs:
+        graphs.CAPTURES["cpu"], tree.LOOKS_ON = Captures(), ()
     for name in ("transformers", "hf_clover"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if arguments.case is not None:

@@ -5,6 +5,7 @@ import json
 import pytest
 import soak
 import torch
+from capturing import captures  # noqa: F401  (a fixture)
 
 from hf_clover.decoding import support
 from hf_clover.decoding.cache import TreeCache
@@ -20,6 +21,15 @@ def test_a_slice(request):
         assert outcome.error is None, f"`python tests/soak.py --case {case.seed}` repeats {case}"
     assert state.accepted_tokens > state.cases / 2, "a test that accepts nothing proves nothing"
     assert state.methods["tree"] > state.cases / 2
+
+
+@pytest.mark.automatic
+def test_a_slice_in_graphs(captures):  # noqa: F811
+    state = soak.State(seed=600_000)
+    for case, outcome in soak.soak(state, minutes=0.5, count=40):
+        assert outcome.error is None, f"`python tests/soak.py --graphs --case {case.seed}` repeats {case}"
+    assert state.accepted_tokens > state.cases / 2
+    assert captures.replayed > captures.made > 0
 
 
 def some(monkeypatch, count=24):
