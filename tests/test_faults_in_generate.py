@@ -81,15 +81,17 @@ def test_memory_does_not_grow(target):
         # By their type: to be asked for its class makes many a stand-in import what it stands for.
         return len(things), sum(issubclass(type(thing), torch.Tensor) for thing in things), kinds
 
-    before = some(60)
+    before, grown = some(60), []
     tracemalloc.start()
-    held = tracemalloc.get_traced_memory()[0]
-    after = some(440)
-    grown = tracemalloc.get_traced_memory()[0] - held
+    for _ in range(2):
+        held = tracemalloc.get_traced_memory()[0]
+        after = some(220)
+        grown.append(tracemalloc.get_traced_memory()[0] - held)
     tracemalloc.stop()
     assert after[1] - before[1] < 30, "tensors"
     assert after[0] - before[0] < 300, "objects, of 440 generations"
-    assert grown < 300_000, "bytes"
+    # What leaks does so in both halves; what Python reads once, such as a source file for a message, in one.
+    assert min(grown) < 150_000, f"bytes: {grown}"
     assert after[2] <= 2 * 3 * 2 * 3, "kinds of steps: heads, rows, caches, and doublings of the text"
 
 
