@@ -65,7 +65,7 @@ def test_the_quick_start_asks_a_model_that_answers(tmp_path, capsys):
     folders = ["--target", str(tmp_path / "target"), "--heads", str(tmp_path / "heads")]
     ours, plain = load("quickstart").main([*folders, "--max-new-tokens", "30"])
     said = capsys.readouterr().out
-    assert "> What makes a good teacher?" in said
+    assert "> Write a short letter to a friend who has moved away." in said
     assert "[user]" not in said, "the template is not shown"
     assert ours.tokens == plain.tokens
     assert max(map(len, ours.steps)) > 1 == max(map(len, plain.steps))
@@ -100,8 +100,8 @@ def test_the_quick_start_shows_no_text_that_runs_in_circles(stand_in):
     target, tokenizer = stand_in
     quickstart = load("quickstart")
     (prompt,) = load_prompts("stand-in", tokenizer, limit=1)
-    torch.manual_seed(quickstart.SEEDS["stand-in"])
-    out = target.generate(torch.tensor([prompt]), max_new_tokens=200, **quickstart.SAMPLING)
+    torch.manual_seed(quickstart.SEED)
+    out = target.generate(torch.tensor([prompt]), max_new_tokens=200, **quickstart.PICKING["stand-in"])
     ids = out[0].tolist()
     runs = Counter(tuple(ids[place : place + 8]) for place in range(len(ids) - 7))
     assert max(runs.values()) <= 2, tokenizer.decode(ids)

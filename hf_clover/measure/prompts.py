@@ -33,9 +33,9 @@ STAND_IN = "stand-in"
 # What people ask, of several kinds, for a target with a chat template.
 EVERYDAY = "everyday"
 QUESTIONS = (
+    "Write a short letter to a friend who has moved away.",
     "What makes a good teacher?",
     "Give me three tips for falling asleep.",
-    "Write a short letter to a friend who has moved away.",
     "Why do leaves change their colour in autumn?",
     "Write a Python function that counts the words in a text.",
     "A train leaves at 14:20 and needs two hours and 45 minutes. When does it arrive?",
