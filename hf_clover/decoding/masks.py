@@ -45,9 +45,23 @@ class MaskRules:
         """As the target takes them."""
         packed: dict[str, torch.Tensor | None] = {}
         for kind, mask in masks.items():
-            same = [other for other in packed if masks[other] is mask]  # torch 2.6 does not compile `id`
+            same = [other for other in packed if masks[other] is mask]
             packed[kind] = packed[same[0]] if same else self._packed(mask)
         return packed if self.per_kind else packed[self.kinds[0]]
+
+    def masks(
+        self,
+        visible: torch.Tensor,
+        starts: torch.Tensor,
+        depths: torch.Tensor,
+        text: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Any:
+        """What layers of each kind leave of `visible` [B, n, C], as the target takes it; `text` [B, .]: False where a
+        column is padding."""
+        padding = (~text).sum(1, keepdim=True) if text is not None and CHUNKED in self.kinds else 0  # [B, 1]
+        left = {kind: narrowed(visible, starts, depths, kind, self, padding) for kind in self.kinds}
+        return self.arrange({kind: additive(mask, dtype) for kind, mask in left.items()})
 
     def _packed(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """[B, 1, n, C] -> [B, 1, G n, C]"""

@@ -22,7 +22,7 @@ from .cache import TreeCache
 from .graph_rules import verifies_in_graphs, what_forwards_read
 from .graphs import Graphs, filled
 from .interfaces import Held
-from .masks import CHUNKED, MaskRules, additive, ancestors_of, narrowed, plain_mask, visible_columns
+from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
 from .private_api import as_for_decoding, cache_name, inputs_after, inputs_of_step, is_the_users, read_prompt
 from .ranks import any_goes_on
 from .states import capture_states
@@ -69,7 +69,7 @@ class TargetRun:
         self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
         self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
         self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
-        self._last: torch.Tensor | None = None  # no position beyond the answer's last
+        self._last: torch.Tensor  # [] the answer's last position, beyond which no node stands
         self._captured: list[torch.Tensor] = []
         self._open = ExitStack()
         self._implementation: str | None = None
@@ -125,9 +125,9 @@ class TargetRun:
         positions = kwargs["position_ids"]
         following = positions[..., -1:].expand(*positions.shape[:-2], batch, 1) + 1  # [..., B, 1]
         self._shift = following - self.cache.lengths[0]
-        if limit is not None:
-            # The answer's last token is never fed back, so positions end one before it.
-            self._last = following.max() + max(limit - input_ids.shape[1] - 2, 0)
+        # The answer's last token is never fed back, so positions end one before it.
+        more = torch.iinfo(torch.int32).max if limit is None else max(limit - input_ids.shape[1] - 2, 0)
+        self._last = following.max() + more
         return outputs.logits[:, -1:]
 
     def _ask_for_inputs(self, input_ids: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> None:
@@ -139,8 +139,8 @@ class TargetRun:
         self.token_kwargs = {name: made.pop(name) for name in OF_EACH_TOKEN if name in made}
         self.forward_kwargs = made
 
-    def _inputs_of(self, nodes: int) -> dict[str, Any]:
-        types = {name: value.expand(*value.shape[:-1], nodes) for name, value in self.token_kwargs.items()}
+    def _inputs_of(self, nodes: int, of_token: dict[str, torch.Tensor]) -> dict[str, Any]:
+        types = {name: value.expand(*value.shape[:-1], nodes) for name, value in of_token.items()}
         return {**self.forward_kwargs, **types}
 
     def verify(self, tree: Tree) -> torch.Tensor:
@@ -158,16 +158,13 @@ class TargetRun:
         return logits
 
     def _verify_growing(self, tree: Tree) -> torch.Tensor:
-        positions = self.next_position + tree.depths  # [..., B, n]
-        if self._last is not None:
-            positions = torch.minimum(positions, self._last)
         outputs = self.target(
             input_ids=tree.tokens,
-            position_ids=positions,
+            position_ids=torch.minimum(self.next_position + tree.depths, self._last),  # [..., B, n]
             attention_mask=self._masks(tree),
             use_cache=True,
             return_dict=True,
-            **{cache_name(): self.cache, **self._inputs_of(tree.size)},
+            **{cache_name(): self.cache, **self._inputs_of(tree.size, self.token_kwargs)},
         )
         return outputs.logits
 
@@ -178,8 +175,7 @@ class TargetRun:
         rows, columns = cache.look_at(width)
         trees = [filled(filled(part, width, 1), rows) for part in (tree.tokens, tree.parents, tree.depths)]
         of_tokens = [filled(part, rows, -2) for part in (*self.token_kwargs.values(), self._shift)]  # [..., B, 1]
-        last = torch.full_like(self._shift, torch.iinfo(torch.long).max) if self._last is None else self._last
-        inputs, forward = [*trees, last, *of_tokens], partial(self._forward_in_place, cache)
+        inputs, forward = [*trees, self._last, *of_tokens], partial(self._forward_in_place, cache)
         with cache.staged(width):
             if width > NODE_COUNTS[-1] or self._has_other_tensors:
                 found: tuple[torch.Tensor, ...] = forward(*inputs)
@@ -204,21 +200,16 @@ class TargetRun:
         slots.index = starts + torch.arange(size, device=tokens.device)  # [B, n]
         ancestors = ancestors_of(parents, size.bit_length())
         visible = visible_columns(ancestors, starts, slots.seen_columns, slots.visible_text)  # [B, n, C]
-        padding = (~slots.visible_text).sum(1, keepdim=True) if CHUNKED in rules.kinds else 0
-        dtype = self._mask_dtype()
-        masks = {
-            kind: additive(narrowed(visible, starts, depths, kind, rules, padding), dtype) for kind in rules.kinds
-        }
+        masks = rules.masks(visible, starts, depths, slots.visible_text, self._mask_dtype())
         named = dict(zip(self.token_kwargs, values, strict=True))
         self._captured.clear()
         outputs = self.target(
             input_ids=tokens,
             position_ids=torch.minimum(starts + shift + depths, last),
-            attention_mask=rules.arrange(masks),
+            attention_mask=masks,
             use_cache=True,
             return_dict=True,
-            **{cache_name(): cache, **self.forward_kwargs},
-            **{name: value.expand(*value.shape[:-1], size) for name, value in named.items()},
+            **{cache_name(): cache, **self._inputs_of(size, named)},
         )
         return outputs.logits, self._take_hidden()
 
@@ -275,9 +266,7 @@ class TargetRun:
         visible = visible_columns(tree.ancestors(), starts, columns, prompt)  # [B, n, C]
         if is_full:
             return rules.arrange(dict.fromkeys(rules.kinds, additive(visible, dtype)))
-        padding = 0 if prompt is None else (~prompt).sum(1, keepdim=True)  # [B, 1]
-        masks = {kind: narrowed(visible, starts, tree.depths, kind, rules, padding) for kind in rules.kinds}
-        return rules.arrange({kind: additive(mask, dtype) for kind, mask in masks.items()})
+        return rules.masks(visible, starts, tree.depths, prompt, dtype)
 
     def _mask_dtype(self) -> torch.dtype:
         """What attention computes in: sdpa takes a mask of the keys' dtype, eager attention what the target is in."""

@@ -138,7 +138,7 @@ def grow_global(
     need not be wider than that.
     """
     beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
-    looks = root.device.type in LOOKS_ON and not torch.compiler.is_dynamo_compiling()
+    looks = root.device.type in LOOKS_ON
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # per level: joint, token, parent [B, C]
     joint, tokens, broken = _best_children(expand(0, None, root[:, None]), top_k, vocabulary)  # [B, 1, k]
     joint, tokens = joint.flatten(1), tokens.flatten(1)  # [B, k]
