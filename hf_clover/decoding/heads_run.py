@@ -22,9 +22,10 @@ from .drafting import CloverDrafter, drafter_of_conversation
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
 from .graph_drafting import GraphDrafter, drafts_in_graphs
-from .interfaces import Budget, Drafter, Run
+from .interfaces import Budget, Drafter, Listener, Run
 from .obeying import Obedience, must_obey
 from .state import Text
+from .states import BEFORE_NORM
 from .support import warn
 from .target_memory import memory_of
 from .tree import Tree, with_chain
@@ -40,6 +41,12 @@ def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
+def layers_read(heads: DraftHeads) -> tuple[int, ...]:
+    """The target's layers whose states are captured, as `capture_states` takes them."""
+    layers = heads.feature_layers
+    return (*layers, BEFORE_NORM) if layers and heads.learner is not None else layers
+
+
 class HeadsRun:
     def __init__(self, heads: DraftHeads, budget: Budget, run: Run, text: Text) -> None:
         self.heads, self.run, self.text, self.budget = heads, run, text, budget
@@ -53,6 +60,7 @@ class HeadsRun:
         self.drafted = 0  # nodes by the heads, in this step
         self.obedience: Obedience | None = None  # in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
+        self.listener: Listener | None = None if heads.learner is None else heads.learner.listen(run)
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: DraftHeads) -> Drafter:
@@ -75,7 +83,7 @@ class HeadsRun:
 
     def take_in_prompt(self) -> None:
         """Every prompt position that the target has just computed, each with the token after it."""
-        if not self.is_needed:
+        if not self.is_needed and self.listener is None:
             return
         hidden, rows = self.run.hidden, self.text.rows()  # [B, T, d]
         known = min(hidden.shape[1], rows[0].shape[0])  # a prompt of embeddings has no tokens but the one just emitted
@@ -84,8 +92,16 @@ class HeadsRun:
         tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
         positions = self.run.model_kwargs["position_ids"]
         positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
+        self._extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
+
+    def _extend(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        if self.listener is not None:
+            self.listener.hear(hidden, tokens, counts, self.text.running)
+            hidden = hidden[..., : len(self.heads.feature_layers) * self.heads.config.target_width or None]
         with in_own_precision(self.drafter.heads):
-            self.drafter.extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
+            self.drafter.extend(hidden, tokens, positions, counts)
 
     def take_in(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
         """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
@@ -97,7 +113,7 @@ class HeadsRun:
             warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
         if self.heads.feature_layers and self.drafted:
             self._watch(paths, tree)
-        if text.done and not run.keeps_cache:
+        if text.done and not run.keeps_cache and self.listener is None:
             return
         counts = [len(path) for path in paths]
         waited = run.shape == "chain" and len(paths) > 1 and counts[0] < tree.size
@@ -112,8 +128,7 @@ class HeadsRun:
             for row, count in zip(text.running_rows(), counts, strict=True)
         ]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
-        with in_own_precision(self.drafter.heads):
-            self.drafter.extend(hidden, torch.stack(tokens), positions, counts)
+        self._extend(hidden, torch.stack(tokens), positions, counts)
 
     def _watch(self, paths: Sequence[Sequence[int]], tree: Tree) -> None:
         """Heads that read the wrong layers draft rubbish without a word: say so once."""
@@ -207,5 +222,7 @@ class HeadsRun:
             return None
         cache = self.run.hand_back(self.run.bring_rows_to_one_length(sequences, synced_gpus))
         if isinstance(cache, Cache):
-            self.drafter.remember(cache, max(self.run.cache.lengths))
+            for each in (self.drafter, self.listener):
+                if each is not None:
+                    each.remember(cache, max(self.run.cache.lengths))
         return cache

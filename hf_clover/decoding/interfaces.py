@@ -6,6 +6,7 @@ need not name its protocol: it has these members, and mypy compares them where a
 - `Run`, the target's side of a call: `target_run.TargetRun` verifies trees, `chain.ChainRun` chains.
 - `Budget`, how many nodes a tree gets: `budget.FixedBudget`, `budget.AutomaticBudget`, and `ranks.SharedBudget`,
   which is one of these where several processes must agree.
+- `Listener`, of whoever learns from what is walked (`training.online.OnlineLearner`), one for each call.
 - `Drafter`, the heads' side, which `heads.new_drafter` gives: `drafting.CloverDrafter` for Clover's heads, and in its
   place where the device has graphs `graph_drafting.GraphDrafter`. Whoever adds heads of another kind gives them a
   `new_drafter`.
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ..network.configuration_heads import HeadsConfig
     from ..network.modeling_heads import DraftHeads
     from .foresight import Foresight
+    from .record import Speculation
     from .tree import Tree
 
 Held = TypeVar("Held")
@@ -177,3 +179,18 @@ class Drafter(Protocol):
 
     def remember(self, cache: "Cache", columns: int) -> None:
         """The text is over: the next turn may go on from here, if it comes with this cache at this length."""
+
+
+class Listener(Protocol):
+    """Hears what is settled in one call: for each position of the text the target's states and the token after it."""
+
+    def hear(self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]) -> None:
+        """Of each running row its first `counts` positions: states [B, m, f] as the heads read them and, for heads
+        that name layers, beside these what enters the final norm; the tokens after them [B, m]. `rows`: which rows of
+        the call these are."""
+
+    def remember(self, cache: "Cache", columns: int) -> None:
+        """The next turn may go on from here, if it comes with this cache at this length."""
+
+    def end(self, stats: "Speculation") -> None:
+        """The call is over."""

@@ -16,7 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from ..network.modeling_heads import DraftHeads
 from .budget import make_budget
 from .chain import ChainRun
-from .heads_run import HeadsRun
+from .heads_run import HeadsRun, layers_read
 from .interfaces import Run
 from .private_api import cache_name
 from .ranks import any_goes_on, shared_budget
@@ -43,12 +43,12 @@ def speculate(
     """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay. `route`: as
     `choose_route` says."""
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
+    layers = layers_read(heads)
     run: Run
     if route.method == TREE:
-        run = TargetRun(target, text.config, model_kwargs, heads.feature_layers)
+        run = TargetRun(target, text.config, model_kwargs, layers)
     else:
-        replays = route.method == REPLAYED
-        run = ChainRun(target, text.config, model_kwargs, replays, route.steps, heads.feature_layers)
+        run = ChainRun(target, text.config, model_kwargs, route.method == REPLAYED, route.steps, layers)
     walk = greedy_walk if text.is_plain_greedy else replay
     stats = Speculation(method=route.method, reason=route.reason)
 
@@ -83,6 +83,8 @@ def speculate(
         sequences, stats.new_tokens = text.sequences(), text.emitted
         text.end()
         cache = ours.hand_back(sequences, synced_gpus)
+    if ours.listener is not None:
+        ours.listener.end(stats)
     if not text.config.return_dict_in_generate:
         return with_record(sequences, stats)
     items: dict[str, Any] = {"sequences": sequences, "scores": text.scores, "logits": text.logits, cache_name(): cache}

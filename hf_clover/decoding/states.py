@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 from ..network.target_parts import find_decoder
 from .target_memory import memory_of
 
+BEFORE_NORM = -1  # among layers: what enters the decoder's final norm
+
 
 @contextmanager
 def capture_states(
@@ -26,7 +28,8 @@ def capture_states(
 ) -> Iterator[None]:
     """Appends to `captured` what enters the decoder's final norm [B, T, d] (or, where it has none, what it returns).
     With `layers`, the states of these side by side [B, T, len(layers) d]; they count as transformers' `hidden_states`
-    do: 0 is the embeddings, k what the k-th layer gives, and the last what comes out of the final norm.
+    do: 0 is the embeddings, k what the k-th layer gives, and the last what comes out of the final norm; `BEFORE_NORM`
+    is what enters that.
 
     Other threads may run the same target meanwhile: only this thread's forwards count. All share one set of hooks,
     which goes with the last of them: one that came or went while another thread's forward is traced for
@@ -55,19 +58,20 @@ class Hooks:
         self._seen = threading.local()  # of each place what entered it last: some decoders norm the embeddings too
         self._wanted, self._has_norm = wanted, norm is not None
         self._depth = depth = 0 if layers is None else len(layers)
-        if wanted and (layers is None or not 0 <= min(wanted) <= max(wanted) <= depth):
+        numbered = set(wanted) - {BEFORE_NORM}
+        if numbered and (layers is None or not 0 <= min(numbered) <= max(numbered) <= depth):
             found = "no list of layers is found in it" if layers is None else f"it has {depth} layers"
             raise ValueError(
-                f"These heads read the states of layers {list(wanted)} of `{type(target).__name__}`, and {found}: "
+                f"These heads read the states of layers {sorted(numbered)} of `{type(target).__name__}`, and {found}: "
                 "use them with the target that they were made for, or name the layers: `load_heads(layer_ids=...)`."
             )
         self._handles = [decoder.register_forward_hook(self._after_decoder)]
-        for layer in set(wanted) - {depth}:
+        for layer in numbered - {depth}:
             assert layers is not None
             self._handles.append(
                 layers[layer].register_forward_pre_hook(partial(self._note, str(layer)), with_kwargs=True)
             )
-        if norm is not None and not wanted:
+        if norm is not None and (not wanted or BEFORE_NORM in wanted):
             self._handles.append(norm.register_forward_pre_hook(partial(self._note, "norm"), with_kwargs=True))
 
     def add(self, captured: list[torch.Tensor]) -> object:
@@ -90,13 +94,9 @@ class Hooks:
     def _after_decoder(self, _: nn.Module, __: tuple, output: Any) -> None:
         seen = dict(self._seen.__dict__)
         self._seen.__dict__.clear()
-        if self._wanted:
-            parts = [
-                output[0] if layer == self._depth else seen[str(layer)] for layer in self._wanted
-            ]  # [B, T, d] each
-            found = torch.cat([part.to(output[0].device) for part in parts], dim=-1)
-        else:
-            found = seen.get("norm", output[0])
+        seen |= {str(BEFORE_NORM): seen.get("norm", output[0]), str(self._depth): output[0]}
+        parts = [seen[str(layer)] for layer in self._wanted or (BEFORE_NORM,)]  # [B, T, d] each
+        found = parts[0] if len(parts) == 1 else torch.cat([part.to(output[0].device) for part in parts], dim=-1)
         for thread, captured in tuple(self._listeners.values()):
             if thread == threading.get_ident():
                 captured.append(found)
@@ -111,4 +111,4 @@ def has_hooks_of_others(target: nn.Module) -> bool:
     return False
 
 
-__all__ = ["Hooks", "capture_states", "has_hooks_of_others"]
+__all__ = ["BEFORE_NORM", "Hooks", "capture_states", "has_hooks_of_others"]

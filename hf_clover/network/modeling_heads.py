@@ -51,6 +51,7 @@ class DraftHeads(PreTrainedModel):
     _supports_sdpa = True
     supports_gradient_checkpointing = False
     text_memory: Any = None  # a `TextMemory` of the package, to copy drafts from
+    learner: Any = None  # an `OnlineLearner` of the package, while it is open
     draft_ids: torch.Tensor  # [draft V] ids of the target, where there is a draft vocabulary
     rotary_emb: nn.Module  # where the config has rope
     _borrowed: BorrowedParts | None
@@ -156,8 +157,8 @@ class DraftHeads(PreTrainedModel):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the target behind, and the texts of others."""
-        return {**self.__dict__, "_borrowed": None, "text_memory": None}
+        """Copies and pickles leave the target behind, and the texts of others, and who learns from them."""
+        return {**self.__dict__, "_borrowed": None, "text_memory": None, "learner": None}
 
     # ------------------------------------------------------------------ generating, saving
 

@@ -20,8 +20,8 @@ from ..making.published import load_heads
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
-from .config import WITH_MUON, CloverTrainingConfig
-from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, MuonAndAdamW
+from .config import CloverTrainingConfig
+from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, WITH_MUON, MuonAndAdamW
 from .teacher import loading_whole
 
 logger = logging.get_logger(__name__)

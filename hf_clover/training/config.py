@@ -19,10 +19,6 @@ except ModuleNotFoundError as error:
     raise ImportError("Training needs trl and what it brings: `pip install 'hf-clover[train]'`.") from error
 
 
-# Whose matrices are trained with Muon where the user does not say; the papers' are trained with AdamW.
-WITH_MUON = {"clover-x": True, "clover-2": False, "clover": False, "medusa": False, "eagle-3": True}
-
-
 @dataclass
 class CloverTrainingConfig(SFTConfig):
     r"""
@@ -228,4 +224,4 @@ class CloverTrainingConfig(SFTConfig):
         )
 
 
-__all__ = ["WITH_MUON", "CloverTrainingConfig"]
+__all__ = ["CloverTrainingConfig"]

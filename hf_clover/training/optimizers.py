@@ -19,6 +19,8 @@ HAS_MUON = hasattr(torch.optim, "Muon")  # torch 2.9 and later
 # from growing until steps change nothing.
 MUON_RATE, MUON_DECAY = 0.02, 0.1
 FULL_RUN, MOST_TIMES = 400, 4.0
+# Whose matrices are trained with Muon where the user does not say; the papers' are trained with AdamW.
+WITH_MUON = {"clover-x": True, "clover-2": False, "clover": False, "medusa": False, "eagle-3": True}
 
 
 def muon_rate(steps: int) -> float:
@@ -134,4 +136,13 @@ def _chosen(groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]
     return [group for group in chosen if group["params"]]
 
 
-__all__ = ["HAS_MUON", "MUON_DECAY", "MUON_RATE", "Muon", "MuonAndAdamW", "multiplies_bfloat16_fast", "muon_rate"]
+__all__ = [
+    "HAS_MUON",
+    "MUON_DECAY",
+    "MUON_RATE",
+    "WITH_MUON",
+    "Muon",
+    "MuonAndAdamW",
+    "multiplies_bfloat16_fast",
+    "muon_rate",
+]

@@ -3,17 +3,15 @@
 Contract: a `Teacher` runs a target under `torch.no_grad()` and gives what heads learn from: hidden states before and
 after the final norm, and logits. It never changes a weight of the target. Beside one process it works replicated (one
 whole target per process) and in shards, with FSDP version 2 or DeepSpeed's ZeRO stage 3. This module does not know
-losses, datasets or trainers.
+datasets, optimizers or trainers.
 """
 
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -28,12 +26,15 @@ from transformers.integrations.deepspeed import (
 )
 from transformers.utils import logging
 
-from ..decoding.states import capture_states
+from ..decoding.states import BEFORE_NORM, capture_states
 from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
+from .losses import LossTerms, head_losses
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from .config import CloverTrainingConfig
 
 logger = logging.get_logger(__name__)
@@ -59,8 +60,10 @@ class Teacher:
         """Numbers that `hidden_states` gives for a token."""
         return (len(self.heads.feature_layers) + 1) * self.heads.config.target_width
 
-    def place(self, accelerator: Accelerator) -> None:
+    def place(self, accelerator: "Accelerator") -> None:
         """Bring the target to the device, in shards where FSDP or ZeRO stage 3 is on."""
+        from accelerate.utils import DistributedType  # who learns while generating needs no accelerate
+
         if accelerator.distributed_type == DistributedType.FSDP:
             self.shard()
         elif shards_by_deepspeed(accelerator):
@@ -108,14 +111,12 @@ class Teacher:
         """A batch as the collator makes it -> [B, T, d], the hidden states before the final norm; beside them, and
         first, those of the layers that the heads read, where these are others [B, T, (a + 1) d]."""
         captured: list[torch.Tensor] = []
-        of_layers: list[torch.Tensor] = []
-        layers, model = self.heads.feature_layers, unwrap(self.model)
+        layers, model = (*self.heads.feature_layers, BEFORE_NORM), unwrap(self.model)
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "hidden_states")}
         self.model.eval()
-        with capture_states(model, captured), capture_states(model, of_layers, layers) if layers else nullcontext():
+        with capture_states(model, captured, layers):
             self.model(**inputs, use_cache=False, **self._last_logit_only)
-        states = [*of_layers[-1:], captured[-1]]
-        return torch.cat([each.to(inputs["input_ids"].device) for each in states], dim=-1)
+        return captured[-1].to(inputs["input_ids"].device)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Of what `hidden_states` gave, what the heads read."""
@@ -148,6 +149,51 @@ class Teacher:
         finally:
             for parameter in trainable:
                 parameter.requires_grad_(True)
+
+    def charge(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        hidden_states: torch.Tensor,
+        final_states: torch.Tensor,
+        mask: torch.Tensor,
+        computing: AbstractContextManager[Any],
+    ) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """The heads over a batch: their output, and what `head_losses` gives, sums [K] and ranks [K, B, T].
+
+        Args:
+            model: the heads, in whatever they are wrapped for training.
+            inputs: a batch as the collator makes it.
+            hidden_states: [B, T + 1, ...], as `hidden_states` gives them.
+            final_states: [B, T + 1, d], as `final_states` gives them.
+            mask: [K, B, T], which predictions count.
+            computing: what the scores are computed in.
+        """
+        input_ids, padding, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        assert input_ids is not None
+        with self.lending():
+            outputs = model(
+                hidden_states=self.features(hidden_states)[:, :-1],
+                input_ids=input_ids[:, 1:],
+                attention_mask=None if padding is None else padding[:, :-1],
+                position_ids=None if positions is None else positions[:, :-1],
+            )
+        with computing:
+            losses = head_losses(outputs.head_outputs, final_states, mask, self.loss_terms, self.draftable(input_ids))
+        return outputs, *losses
+
+    @property
+    def loss_terms(self) -> LossTerms:
+        """What a position costs, as the heads' config says."""
+        config = self.heads.config
+        return LossTerms(
+            score=self.heads.score,
+            target_score=self.heads.target_score,
+            vocab_size=config.draft_vocab_size or config.vocab_size,
+            token_loss=config.loss_type,
+            hidden_weight=config.hidden_loss_weight,
+            token_weight=config.token_loss_weight,
+        )
 
     def check_keeps_documents_apart(self, collator: Any, device: torch.device) -> None:
         """Run two packed documents and the second alone: does the second see the first?"""
@@ -200,7 +246,9 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def shards_by_deepspeed(accelerator: Accelerator) -> bool:
+def shards_by_deepspeed(accelerator: "Accelerator") -> bool:
+    from accelerate.utils import DistributedType
+
     is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return is_deepspeed and accelerator.state.deepspeed_plugin.zero_stage == 3
 

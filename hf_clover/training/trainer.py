@@ -54,10 +54,8 @@ from .data import (
     share_covered,
 )
 from .losses import (
-    LossTerms,
     count_hits,
     fed_tokens_mask,
-    head_losses,
     prediction_mask,
     tokens_inside_nucleus,
     weighted_loss,
@@ -258,18 +256,6 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             if getattr(self.args, name) is not None:
                 setattr(self.heads.config, name, float(getattr(self.args, name)))
 
-    @property
-    def _loss_terms(self) -> LossTerms:
-        config = self.heads.config  # where `_write_down_loss_weights` has put those of the arguments
-        return LossTerms(
-            score=self.heads.score,
-            target_score=self.heads.target_score,
-            vocab_size=config.draft_vocab_size or config.vocab_size,
-            token_loss=config.loss_type,
-            hidden_weight=config.hidden_loss_weight,
-            token_weight=config.token_loss_weight,
-        )
-
     def _computing(self) -> torch.autocast:
         """What is scored with the lm_head, most of a step's products, in the precision that the heads compute in."""
         return torch.autocast(self.heads.device.type, torch.bfloat16, enabled=self.args.bf16)
@@ -343,17 +329,9 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if self.args.label_mask:
             inside = tokens_inside_nucleus(final_states, input_ids, self.teacher.score, config.vocab_size)  # [B, T]
             mask &= fed_tokens_mask(inside, config.num_heads)
-        with self.teacher.lending():
-            outputs = model(
-                hidden_states=self.teacher.features(hidden_states)[:, :-1],
-                input_ids=input_ids[:, 1:],
-                attention_mask=None if padding is None else padding[:, :-1],
-                position_ids=None if position_ids is None else position_ids[:, :-1],
-            )
-        with self._computing():
-            sums, ranks = head_losses(  # [K], [K, B, T]
-                outputs.head_outputs, final_states, mask, self._loss_terms, self.teacher.draftable(input_ids)
-            )
+        outputs, sums, ranks = self.teacher.charge(  # [K], [K, B, T]
+            model, inputs, hidden_states, final_states, mask, self._computing()
+        )
         loss = weighted_loss(sums, counts if num_items_in_batch is None else num_items_in_batch, config.loss_decay)
         if not torch.isfinite(loss):
             self._raise_not_finite(sums, hidden_states)

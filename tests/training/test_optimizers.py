@@ -141,7 +141,7 @@ def test_a_variant_is_trained_by_its_own_recipe(tmp_path: Path, variant: str) ->
     options = {"variant": variant, "num_heads": 2}
     trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, max_steps=2)
     trainer.train()
-    args, terms = trainer.args, trainer._loss_terms
+    args, terms = trainer.args, trainer.teacher.loss_terms
     assert (args.loss_type, terms.hidden_weight, args.muon_learning_rate) == OWN[variant]
     assert terms.token_loss == args.loss_type == trainer.heads.config.loss_type
     is_muon = isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
@@ -196,19 +196,19 @@ def test_what_the_user_says_goes_first(tmp_path: Path) -> None:
     given = dict(loss_type="acceptance", hidden_loss_weight=0.5, muon_learning_rate=0.0)
     trainer = make_trainer(tmp_path, make_target(), model_init_kwargs={"variant": "clover-x"}, **given)
     assert {name: getattr(trainer.args, name) for name in given} == given
-    assert (trainer._loss_terms.token_loss, trainer._loss_terms.hidden_weight) == ("acceptance", 0.5)
+    assert (trainer.teacher.loss_terms.token_loss, trainer.teacher.loss_terms.hidden_weight) == ("acceptance", 0.5)
     kept = make_trainer(tmp_path, make_target(), hidden_loss_weight=2.0, model_init_kwargs={"variant": "clover-2"})
-    assert (kept._loss_terms.token_loss, kept._loss_terms.hidden_weight) == ("clover-2", 2.0)
+    assert (kept.teacher.loss_terms.token_loss, kept.teacher.loss_terms.hidden_weight) == ("clover-2", 2.0)
 
 
 def test_heads_go_on_with_the_loss_that_they_were_trained_with(tmp_path: Path) -> None:
     """Of a loss without a hidden term, the weight of the variant's hidden term is not theirs."""
     first = make_trainer(tmp_path, make_target(), loss_type="kl", model_init_kwargs={"variant": "clover-2"})
-    assert (first._loss_terms.token_loss, first._loss_terms.hidden_weight) == ("kl", 0.0)
+    assert (first.teacher.loss_terms.token_loss, first.teacher.loss_terms.hidden_weight) == ("kl", 0.0)
     first.heads.save_pretrained(tmp_path / "heads")
     options = {"model": str(tmp_path / "heads")}
     second = make_trainer(tmp_path, make_target(), options=options, model_init_kwargs=None)
-    assert (second._loss_terms.token_loss, second._loss_terms.hidden_weight) == ("kl", 0.0)
+    assert (second.teacher.loss_terms.token_loss, second.teacher.loss_terms.hidden_weight) == ("kl", 0.0)
 
 
 def test_muon_can_train_any_variant(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""What heads can learn from a call of `generate`, kept for a while.
+
+Contract: a `CallListener` hears one call, and gives at its end a `Document` for each row: the target's states and the
+token after each. `Lessons` holds documents within a limit of bytes: what is new, in the order in which it came, and of
+what has been learned from a random part, drawn so that each of them had the same chance to stay (a reservoir), whatever
+kind of text came later. Nothing here reaches a disk. This module does not know losses, optimizers or threads.
+
+Shapes: N positions of a document, f numbers of a state, B batch, m new positions at most.
+"""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import Cache
+
+if TYPE_CHECKING:
+    from ..decoding.interfaces import Run
+    from ..decoding.record import Speculation
+
+SHORTEST = 4  # positions: of three there is one prediction, and nothing before it
+LONGEST = 2048  # positions that heads look at together, as in training
+SHARE_OF_OLD = 0.5  # of the memory, for what has been learned from
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, as far as it has come."""
+
+    states: torch.Tensor  # [N, f] bfloat16
+    next_tokens: torch.Tensor  # [N]
+    known: int = 0  # of its first positions: they were learned from in an earlier turn
+
+    def __len__(self) -> int:
+        return len(self.next_tokens)
+
+    @property
+    def new(self) -> int:
+        """Positions to learn from."""
+        return len(self) - self.known
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes + self.next_tokens.nbytes
+
+    def continued(self, later: "Document") -> "Document":
+        """This one with its next turn behind it."""
+        states, tokens = (self.states, later.states), (self.next_tokens, later.next_tokens)
+        return Document(torch.cat(states), torch.cat(tokens), known=len(self))
+
+    def pieces(self) -> list["Document"]:
+        """What is to be learned, in pieces of at most `LONGEST` positions; before the first new one stands what fits
+        of the known ones."""
+        start = max(self.known - max(LONGEST - self.new, 0), 0)
+        parts = []
+        for begin in range(start, len(self), LONGEST):
+            end = min(begin + LONGEST, len(self))
+            part = Document(self.states[begin:end], self.next_tokens[begin:end], max(self.known - begin, 0))
+            if part.new >= SHORTEST:
+                parts.append(part)
+        return parts
+
+    def kept(self) -> "Document":
+        """In memory of its own, on the CPU, all of it to be learned again."""
+        return Document(self.states.to("cpu", copy=True), self.next_tokens.to("cpu", copy=True))
+
+
+class CallListener:
+    """Hears one call of `generate`: copies of what is walked, and nothing that waits for a device."""
+
+    def __init__(
+        self,
+        run: "Run",
+        turns: "WeakKeyDictionary[Cache, tuple[int, list[Document]]]",
+        at_end: Callable[[list[Document], "Speculation"], None],
+    ) -> None:
+        """`turns`: the texts of conversations, by the cache that their next turn comes with; `at_end` gets the
+        documents of the call."""
+        columns, self.before = turns.get(run.theirs, (None, [])) if run.known_columns else (None, [])
+        if columns != run.known_columns:  # the user has cut it, or an earlier turn was not heard
+            self.before = []
+        self._turns, self._at_end = turns, at_end
+        self._prompt_mask = run.prompt_mask  # [B, T] bool
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]] = []
+        self._documents: list[Document] | None = None
+
+    def hear(self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]) -> None:
+        # A copy: in a graph the next step writes over the states, and half the bytes are a quarter of a walked tree's.
+        self._parts.append((hidden.to(torch.bfloat16, copy=True), next_tokens, list(counts), list(rows)))
+
+    def documents(self) -> list[Document]:
+        """Of each row of the call."""
+        if self._documents is None:
+            of_rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for hidden, tokens, counts, rows in self._parts:
+                tokens = tokens.to(hidden.device)
+                for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+                    states, following = hidden[place, :count], tokens[place, :count]  # [k, f] and [k]
+                    if row not in of_rows and self._prompt_mask is not None:
+                        shown = self._prompt_mask[row, -count:].to(hidden.device)  # [k]
+                        states, following = states[shown], following[shown]
+                    of_rows.setdefault(row, []).append((states, following))
+            made = [Document(*map(torch.cat, zip(*of_rows[row], strict=True))) for row in sorted(of_rows)]
+            if len(self.before) == len(made):
+                made = [earlier.continued(later) for earlier, later in zip(self.before, made, strict=True)]
+            self._documents, self._parts = made, []
+        return self._documents
+
+    def remember(self, cache: Cache, columns: int) -> None:
+        self._turns[cache] = columns, self.documents()
+
+    def end(self, stats: "Speculation") -> None:
+        self._at_end(self.documents(), stats)
+
+
+class Lessons:
+    """Documents to learn from: the new ones once, and a random part of the old ones again."""
+
+    def __init__(self, most_bytes: int, seed: int = 0) -> None:
+        self.most_bytes = most_bytes
+        self.new: deque[Document] = deque()
+        self.old: list[Document] = []
+        self._seen = 0  # documents that came to `old`, whether or not they are still there
+        self._random = random.Random(seed)  # of its own: sampling goes on as if nobody learned
+
+    @property
+    def nbytes(self) -> int:
+        return sum(document.nbytes for document in (*self.new, *self.old))
+
+    @property
+    def tokens(self) -> int:
+        """To learn from that nobody has looked at."""
+        return sum(document.new for document in self.new)
+
+    def add(self, documents: Iterable[Document]) -> None:
+        self.new.extend(piece for document in documents for piece in document.pieces())
+        room = self.most_bytes * (1 - SHARE_OF_OLD)
+        held = sum(document.nbytes for document in self.new)
+        while held > room and self.new:  # more comes than is learned: the oldest make room
+            document = self.new.popleft()
+            held -= document.nbytes
+            self._keep(document)
+
+    def take(self, tokens: int) -> list[Document]:
+        """Documents of about so many tokens for one step: new ones and, where there are old ones, a fourth of these."""
+        taken: list[Document] = []
+        while self.new and sum(document.new for document in taken) < tokens:
+            taken.append(self.new.popleft())
+        fresh = list(taken)
+        room = tokens // 4
+        while self.old and room > 0:
+            again = self._random.choice(self.old)
+            taken.append(again)
+            room -= again.new
+        for document in fresh:
+            self._keep(document)
+        return taken
+
+    def _keep(self, document: Document) -> None:
+        """One more for the reservoir; each that ever came has the same chance to be in it."""
+        self._seen += 1
+        limit = self.most_bytes * SHARE_OF_OLD
+        held = sum(each.nbytes for each in self.old)
+        if held + document.nbytes <= limit:
+            self.old.append(document.kept())
+        elif self.old and self._random.random() < len(self.old) / self._seen:
+            self.old[self._random.randrange(len(self.old))] = document.kept()
+            while sum(each.nbytes for each in self.old) > limit:
+                self.old.pop(self._random.randrange(len(self.old)))
+
+    def forget(self) -> None:
+        """The target is another now: what it said before is wrong."""
+        self.new.clear()
+        self.old.clear()
+
+
+__all__ = ["CallListener", "Document", "Lessons"]
