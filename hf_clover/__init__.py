@@ -25,6 +25,7 @@ _HOME = {
     "DraftLogitsProcessor": "decoding.obeying",
     "Eagle3Config": "network.configuration_eagle3",
     "Eagle3Heads": "network.modeling_eagle3",
+    "OnlineLearner": "training.online",
     "Speculation": "decoding.record",
     "TextMemory": "decoding.copying",
     "TreeCache": "decoding.cache",
@@ -46,6 +47,7 @@ __all__ = [
     "DraftLogitsProcessor",
     "Eagle3Config",
     "Eagle3Heads",
+    "OnlineLearner",
     "Speculation",
     "TextMemory",
     "TreeCache",
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from .network.packing import pack_for_cpu, unpack
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig
+    from .training.online import OnlineLearner
     from .training.trainer import CloverTrainer
 
 

@@ -51,12 +51,6 @@ def _why_no_graphs(target: PreTrainedModel) -> str | None:
 def what_forwards_read(target: PreTrainedModel) -> tuple:
     """Of a forward what is no input: addresses of weights, which adapters are on, and switches of torch's."""
     tensors = [*target.parameters(), *target.buffers()]
-    layers: list[Any] = [module for module in target.modules() if hasattr(module, "active_adapters")]
-    adapters = [
-        (tuple(layer.active_adapters), layer.disable_adapters, tuple(sorted(layer.scaling.items())))
-        for layer in layers
-        if isinstance(getattr(layer, "scaling", None), dict)
-    ]
     kind = device_of(target).type
     switches = (
         torch.backends.cuda.matmul.allow_tf32,
@@ -66,4 +60,14 @@ def what_forwards_read(target: PreTrainedModel) -> tuple:
         attention_of(target.config),
         experts_of(target),
     )
-    return tuple(tensor.data_ptr() for tensor in tensors), tuple(adapters), switches
+    return tuple(tensor.data_ptr() for tensor in tensors), adapters_on(target), switches
+
+
+def adapters_on(target: PreTrainedModel) -> tuple:
+    """Of each layer that has adapters, which are on, and how strong they are."""
+    layers: list[Any] = [module for module in target.modules() if hasattr(module, "active_adapters")]
+    return tuple(
+        (tuple(layer.active_adapters), layer.disable_adapters, tuple(sorted(layer.scaling.items())))
+        for layer in layers
+        if isinstance(getattr(layer, "scaling", None), dict)
+    )

@@ -1,9 +1,9 @@
 """What heads can learn from a call of `generate`, kept for a while.
 
 Contract: a `CallListener` hears one call, and gives at its end a `Document` for each row: the target's states and the
-token after each. `Lessons` holds documents within a limit of bytes: what is new, in the order in which it came, and of
-what has been learned from a random part, drawn so that each of them had the same chance to stay (a reservoir), whatever
-kind of text came later. Nothing here reaches a disk. This module does not know losses, optimizers or threads.
+token after each. `Lessons` holds the newest documents until they are learned from, and of all that came before a random
+part within a limit of bytes, drawn so that each of them had the same chance to stay (a reservoir), whatever kind of
+text came later. Nothing here reaches a disk. This module does not know losses, optimizers or threads.
 
 Shapes: N positions of a document, f numbers of a state, B batch, m new positions at most.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SHORTEST = 4  # positions: of three there is one prediction, and nothing before it
 LONGEST = 2048  # positions that heads look at together, as in training
-SHARE_OF_OLD = 0.5  # of the memory, for what has been learned from
+SHARE_OF_OLD = 0.25  # of the tokens of a step
 
 
 @dataclass(frozen=True)
@@ -118,64 +118,59 @@ class CallListener:
 
 
 class Lessons:
-    """Documents to learn from: the new ones once, and a random part of the old ones again."""
+    """Documents to learn from: new ones, and a random part of the old ones again."""
 
-    def __init__(self, most_bytes: int, seed: int = 0) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, most_bytes: int, most_new: int) -> None:
+        """`most_bytes`: of the old ones; `most_new`: tokens of the new ones that wait to be learned from."""
+        self.most_bytes, self.most_new = most_bytes, most_new
         self.new: deque[Document] = deque()
         self.old: list[Document] = []
-        self._seen = 0  # documents that came to `old`, whether or not they are still there
-        self._random = random.Random(seed)  # of its own: sampling goes on as if nobody learned
+        self._came = 0  # documents that were to become old ones, whether or not they are still there
+        self._random = random.Random(0)  # of its own: sampling goes on as if nobody learned
 
     @property
     def nbytes(self) -> int:
-        return sum(document.nbytes for document in (*self.new, *self.old))
+        """Of the old documents."""
+        return sum(document.nbytes for document in self.old)
 
     @property
-    def tokens(self) -> int:
-        """To learn from that nobody has looked at."""
+    def waiting(self) -> int:
+        """Tokens of the new documents."""
         return sum(document.new for document in self.new)
 
     def add(self, documents: Iterable[Document]) -> None:
         self.new.extend(piece for document in documents for piece in document.pieces())
-        room = self.most_bytes * (1 - SHARE_OF_OLD)
-        held = sum(document.nbytes for document in self.new)
-        while held > room and self.new:  # more comes than is learned: the oldest make room
-            document = self.new.popleft()
-            held -= document.nbytes
-            self._keep(document)
+        while len(self.new) > 1 and self.waiting > self.most_new:  # more comes than is learned
+            self._keep(self.new.popleft())
 
     def take(self, tokens: int) -> list[Document]:
-        """Documents of about so many tokens for one step: new ones and, where there are old ones, a fourth of these."""
-        taken: list[Document] = []
-        while self.new and sum(document.new for document in taken) < tokens:
-            taken.append(self.new.popleft())
-        fresh = list(taken)
-        room = tokens // 4
-        while self.old and room > 0:
-            again = self._random.choice(self.old)
-            taken.append(again)
-            room -= again.new
-        for document in fresh:
+        """Documents of about so many tokens for one step, of which a part is old where there are old ones."""
+        of_old = tokens * SHARE_OF_OLD if self.old else 0.0
+        old: list[Document] = []
+        while sum(document.new for document in old) < of_old:
+            old.append(self._random.choice(self.old))
+        new: list[Document] = []
+        while self.new and sum(document.new for document in new) < tokens - of_old:
+            new.append(self.new.popleft())
+        for document in new:
             self._keep(document)
-        return taken
+        return [*new, *old]
 
     def _keep(self, document: Document) -> None:
-        """One more for the reservoir; each that ever came has the same chance to be in it."""
-        self._seen += 1
-        limit = self.most_bytes * SHARE_OF_OLD
-        held = sum(each.nbytes for each in self.old)
-        if held + document.nbytes <= limit:
+        """One more for the old ones."""
+        self._came += 1
+        if self.nbytes + document.nbytes <= self.most_bytes:
             self.old.append(document.kept())
-        elif self.old and self._random.random() < len(self.old) / self._seen:
+        elif self._random.random() < len(self.old) / self._came:
             self.old[self._random.randrange(len(self.old))] = document.kept()
-            while sum(each.nbytes for each in self.old) > limit:
+            while self.nbytes > self.most_bytes:
                 self.old.pop(self._random.randrange(len(self.old)))
 
     def forget(self) -> None:
-        """The target is another now: what it said before is wrong."""
+        """The target is another now, and what it said before is wrong."""
         self.new.clear()
         self.old.clear()
+        self._came = 0
 
 
 __all__ = ["CallListener", "Document", "Lessons"]

@@ -1,0 +1,517 @@
+"""Heads that learn while they are used.
+
+Contract: while an `OnlineLearner` is open, each call of `generate` with its heads is heard: the target's states and
+the tokens after them, without a forward of its own. Between calls the heads learn from that, in at most a share of the
+time, with the trainer's losses and optimizer. Whatever happens to the learning, `generate` gives what it gives: a step
+that fails is dropped, or learning is off with one warning. Text and states stay in memory; weights, and what is needed
+to go on, are what a folder gets.
+"""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from time import perf_counter as clock
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.utils import logging
+
+from ..decoding.graph_rules import adapters_on
+from ..hub.push import write_card, write_results
+from ..making.published import load_heads
+from ..measure.provenance import provenance
+from ..measure.whole_files import writing_whole
+from ..network.modeling_clover import CloverHeads
+from ..network.modeling_heads import DraftHeads
+from ..network.packing import is_packed, multiplies_bfloat16_fast, plain_weight
+from ..network.target_parts import unwrap
+from .lessons import CallListener, Document, Lessons
+from .losses import prediction_mask, weighted_loss
+from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, WITH_MUON, MuonAndAdamW
+from .pace import Pace
+from .teacher import Teacher
+
+if TYPE_CHECKING:
+    from ..decoding.interfaces import Run
+    from ..decoding.record import Speculation
+
+logger = logging.get_logger(__name__)
+
+TOKENS = 600  # of a step
+MOST_NEW = 4 * TOKENS  # that wait to be learned from
+ADAM_RATE, LONGEST_GRADIENT = 1e-3, 0.5
+RATE_OF_TRAINED = 0.15  # of the rates for new heads: at those, trained ones first forget what they know
+DRAFT_VOCABULARY = 8192  # ids that new heads score, where the target has at least twice as many
+STEPS_BETWEEN_SAVES = 50
+WINDOW = 512  # generated tokens of one entry in the record of how drafting went
+STATE, RECORD = "learner.safetensors", "learning.json"
+
+
+class OnlineLearner:
+    """
+    Lets draft heads learn from what `generate` writes with them: no data, no training run, faster by the hour.
+
+    It is off unless it is asked for. Heads can remember what they learned from: who shares them shares that. Texts and
+    states stay in memory and are never written.
+
+    Args:
+        heads ([`CloverHeads`] or other draft heads, *optional*):
+            Those that learn, in place. If `None`, they come from `folder`, or new ones are made.
+        target ([`~transformers.PreTrainedModel`]):
+            The model that `generate` is called on.
+        folder (`str` or `os.PathLike`, *optional*):
+            Where the heads are saved, every 50 steps and at the end, with what is needed to go on. Where it holds
+            heads already, learning goes on from them.
+        share (`float`, *optional*, defaults to 0.1):
+            Of the time, at most so much goes into learning.
+        memory_bytes (`int`, *optional*, defaults to 256 MiB):
+            Of states of earlier texts, which are learned from again so that they are not forgotten. A token takes two
+            bytes for each number of the target's hidden size.
+
+    Example:
+
+    ```python
+    >>> from hf_clover import OnlineLearner
+    >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    >>> model = AutoModelForCausalLM.from_pretrained("org/target")
+    >>> inputs = AutoTokenizer.from_pretrained("org/target")("def f(x):", return_tensors="pt")
+    >>> with OnlineLearner(None, model, folder="my-heads") as learner:
+    ...     tokens = model.generate(**inputs, assistant_model=learner.heads, max_new_tokens=16)
+    >>> learner.tokens > 0
+    True
+    ```
+    """
+
+    def __init__(
+        self,
+        heads: DraftHeads | None,
+        target: nn.Module,
+        folder: str | Path | None = None,
+        share: float = 0.1,
+        memory_bytes: int = 1 << 28,
+    ) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"`share={share}` must be more than 0 and at most 1: the part of the time that learns.")
+        if memory_bytes < 0:
+            raise ValueError(f"`memory_bytes={memory_bytes}` must not be negative.")
+        self.target = unwrap(target)
+        self.folder = None if folder is None else Path(folder)
+        self.share = share
+        has_heads = self.folder is not None and (self.folder / "config.json").exists()
+        self.heads = heads if heads is not None else self._heads_of_folder() if has_heads else new_heads(self.target)
+        self.heads.bind(self.target)
+        self.lessons = Lessons(memory_bytes, MOST_NEW)
+        self.tokens = self.steps = 0  # learned from; made
+        self.seconds = 0.0  # for which it was open before
+        self.record: list[dict[str, float]] = []  # how drafting went, a window after the other
+        self._is_off = False
+        self._lock, self._stepping = threading.Lock(), threading.Lock()
+        self._turns: WeakKeyDictionary[Cache, tuple[int, list[Document]]] = WeakKeyDictionary()
+        self._opened: float | None = None
+        self._spent = self._step_seconds = 0.0  # on learning since it was opened; on the last step
+        self._window = [0, 0]  # tokens and forwards that are in no entry of the record yet
+        self._target_state: tuple = ()
+        self._averaged = 0  # steps in the average
+        config = self.heads.config
+        self._is_known = torch.zeros(config.vocab_size, dtype=torch.bool)  # that is in the draft vocabulary
+        self._counts = torch.zeros(config.vocab_size, dtype=torch.long)  # how often each id was emitted
+        is_trained = bool(self.heads.name_or_path)
+        self.pace = Pace(rate_then=RATE_OF_TRAINED if is_trained else 1.0)
+        self._make_student()
+        if has_heads:
+            self._go_on(is_given=heads is not None)
+
+    # ------------------------------------------------------------------ what learns
+
+    def _make_student(self) -> None:
+        """The weights that steps change, and the average of them that drafts are made with."""
+        student = type(self.heads)(self.heads.config).to(self.heads.device)  # type: ignore[arg-type]
+        student.load_state_dict(self.heads.state_dict())
+        self.student: DraftHeads = student.float().train()
+        self.teacher = Teacher(self.target, self.student)
+        self._lend_plainly()
+        self.average = [weight.detach().clone() for weight in self.student.parameters()]
+        matrices = [weight for weight in self.student.parameters() if weight.ndim == 2]
+        others = [weight for weight in self.student.parameters() if weight.ndim != 2]
+        with_muon = HAS_MUON and WITH_MUON[self.heads.config.variant]
+        groups = [
+            {"params": matrices, "weight_decay": MUON_DECAY if with_muon else 0.0},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        self.optimizer: torch.optim.Optimizer = (
+            MuonAndAdamW(groups, lr=ADAM_RATE, muon_lr=MUON_RATE)
+            if with_muon
+            else torch.optim.AdamW(groups, lr=ADAM_RATE, betas=(0.9, 0.95))
+        )
+        for group in self.optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+
+    def _lend_plainly(self) -> None:
+        """What the student borrows, as it can be differentiated through: packed weights cannot."""
+        borrowed, ids = self.student.borrowed, getattr(self.student, "draft_ids", None)
+        if not is_packed(borrowed.lm_head):
+            self.teacher.refresh_draft_vocabulary()
+            return
+        weight, bias = plain_weight(borrowed.lm_head).detach(), borrowed.lm_head.bias
+        if ids is not None:
+            weight, bias = weight[ids], None if bias is None else bias.detach()[ids]
+        borrowed.draft_rows = weight, bias
+
+    # ------------------------------------------------------------------ the block
+
+    def __enter__(self) -> Self:
+        other = self.heads.learner
+        if other is not None:
+            raise ValueError("`heads` learn already: leave the other `OnlineLearner`'s block before this one's.")
+        self._opened, self._spent = clock(), 0.0
+        self.heads.learner = self
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self.heads.learner = None
+        if kind is None:
+            while self.step(least=1):
+                pass
+        if self._opened is not None:
+            self.seconds += clock() - self._opened
+            self._opened = None
+        self._close_window(is_over=True)
+        self.save()
+
+    def listen(self, run: "Run") -> CallListener:
+        """The decoding asks once a call for who hears it."""
+        if unwrap(run.target) is not self.target:
+            raise ValueError(
+                "`assistant_model` learns from another target: its `OnlineLearner` was made for a "
+                f"`{type(self.target).__name__}`, and this call is on a `{type(run.target).__name__}`. Give each "
+                "target heads and a learner of its own."
+            )
+        state = state_of(self.target)
+        with self._lock:
+            if state != self._target_state:
+                self.lessons.forget()
+                self._turns.clear()
+                self._target_state = state
+        return CallListener(run, self._turns, self._heard)
+
+    def _heard(self, documents: list[Document], stats: "Speculation") -> None:
+        with self._lock:
+            self._window[0] += stats.new_tokens
+            self._window[1] += stats.row_forwards
+            if self._is_off:
+                return
+            self.lessons.add(documents)
+        self._close_window()
+        while self._may_step() and self.step():
+            pass
+
+    def _may_step(self) -> bool:
+        if self._opened is None:
+            return False
+        return self._spent + self._step_seconds <= self.share * (clock() - self._opened)
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Inside the block nobody waits for the machine: it learns, in a thread, from what has come."""
+        is_over = threading.Event()
+
+        def learn() -> None:
+            while not is_over.is_set() and self.step():
+                pass
+
+        thread = threading.Thread(target=learn, name="hf_clover learner", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self, least: int | None = None) -> bool:
+        """One step of learning, where enough new tokens have come for it, or `least`. Whether there was one."""
+        if self._is_off or not self._stepping.acquire(blocking=False):
+            return False
+        try:
+            with self._lock:
+                if self.lessons.waiting < (TOKENS if least is None else least):
+                    return False
+                documents = self.lessons.take(TOKENS)
+            started = clock()
+            self._learn(documents)
+            self._step_seconds = clock() - started
+            self._spent += self._step_seconds
+            return True
+        except torch.OutOfMemoryError:
+            self._is_off = True
+            self.lessons.forget()
+            self.optimizer.zero_grad(set_to_none=True)
+            logger.warning(
+                "Learning is off: the device has no memory left for a step. `generate` goes on with the heads as they "
+                "are; lower `memory_bytes`, or generate for fewer rows at once."
+            )
+            return False
+        finally:
+            self._stepping.release()
+
+    def _learn(self, documents: list[Document]) -> None:
+        is_look = self.pace.is_resting
+        batch = batch_of(documents, self.heads.device)
+        self._counts += torch.bincount(
+            torch.cat([document.next_tokens[document.known :].cpu() for document in documents]),
+            minlength=len(self._counts),
+        )[: len(self._counts)]
+        device = self.heads.device.type
+        in_bfloat16 = multiplies_bfloat16_fast(self.heads.device)
+        config, teacher = self.student.config, self.teacher
+        with torch.inference_mode(False), torch.set_grad_enabled(not is_look):
+            states = batch.pop("hidden_states").clone()  # of `inference_mode`, none could be learned from
+            final_states = teacher.final_states(states)
+            mask = prediction_mask(batch["labels"], batch["position_ids"], config.num_heads)  # [K, 1, S]
+            counts = mask.sum((1, 2))  # [K]
+            with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
+                _, sums, _ = teacher.charge(self.student, batch, states, final_states, mask, nullcontext())
+            loss = weighted_loss(sums, counts, config.loss_decay)
+            cost = loss.item()
+            if is_look:
+                self._note(cost)
+                return
+            loss.backward()
+            length = nn.utils.clip_grad_norm_(self.student.parameters(), LONGEST_GRADIENT)
+            if not torch.isfinite(length + loss.detach()):
+                self._drop_step()
+                return
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * self.pace.rate
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._publish()
+        self.steps += 1
+        self.tokens += sum(document.new for document in documents)
+        self._note(cost)
+        if self.steps % STEPS_BETWEEN_SAVES == 0:
+            self.save()
+
+    def _note(self, cost: float) -> None:
+        if self.pace.note(cost):  # the text has changed its kind: an average over what was before would not follow
+            self._averaged = 0
+
+    def _drop_step(self) -> None:
+        """The gradient is not finite: the weights go back to the last good average."""
+        logger.warning_once("A learning step gave NaN and was dropped; the heads are as they were before it.")
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for weight, average in zip(self.student.parameters(), self.average, strict=True):
+                weight.copy_(average)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Drafts are made with an average over about the last third of the steps, written where the heads' weights
+        are, so that graphs stay valid."""
+        self._averaged += 1
+        newest = 3 / (self._averaged + 2)
+        parameters = zip(self.heads.parameters(), self.average, self.student.parameters(), strict=True)
+        for served, average, weight in parameters:
+            average.lerp_(weight, newest)
+            served.copy_(average)
+
+    # ------------------------------------------------------------------ the draft vocabulary
+
+    @torch.no_grad()
+    def exchange_ids(self) -> int:
+        """The draft vocabulary takes in what was emitted more often than ids that it has. How many are new in it.
+
+        What it begins with counts as emitted once, so that one odd token takes no place.
+        """
+        heads = self.heads
+        if heads.config.draft_vocab_size is None or getattr(heads, "lm_head", None) is not None:
+            return 0  # with an lm_head of their own, its rows belong to the ids
+        if not self._is_known.any():
+            self._is_known[heads.draft_ids.cpu()] = True
+        counts = self._counts + self._is_known
+        ids = counts.sort(descending=True, stable=True).indices[: heads.config.draft_vocab_size].sort().values
+        changed = int((~torch.isin(ids, heads.draft_ids.cpu())).sum())
+        if changed:
+            for each in (heads, self.student):
+                each.draft_ids.copy_(ids)
+            self._lend_plainly()
+            heads.bind(self.target)
+        return changed
+
+    # ------------------------------------------------------------------ what one sees
+
+    @property
+    def tokens_per_forward(self) -> float | None:
+        """Of the last window."""
+        return self.record[-1]["tokens_per_forward"] if self.record else None
+
+    def __str__(self) -> str:
+        """`2.1 tokens per forward (1.5 when we began), 40,183 tokens learned from`."""
+        learned = f"{self.tokens:,} tokens learned from"
+        if not self.record:
+            return learned
+        first, last = (self.record[place]["tokens_per_forward"] for place in (0, -1))
+        return f"{last:.1f} tokens per forward ({first:.1f} when we began), {learned}"
+
+    def _close_window(self, is_over: bool = False) -> None:
+        with self._lock:
+            tokens, forwards = self._window
+            if tokens < (1 if is_over else WINDOW):
+                return
+            self._window = [0, 0]
+            now = self.seconds + (clock() - self._opened if self._opened is not None else 0.0)
+            entry = {"tokens": self.tokens, "seconds": now, "tokens_per_forward": tokens / max(forwards, 1)}
+            self.record.append(entry)
+
+    # ------------------------------------------------------------------ the folder
+
+    def _heads_of_folder(self) -> DraftHeads:
+        assert self.folder is not None
+        return load_heads(self.folder, self.target)
+
+    @torch.no_grad()
+    def _go_on(self, is_given: bool) -> None:
+        """From what the folder holds."""
+        assert self.folder is not None
+        if is_given:
+            stored = self._heads_of_folder().state_dict()
+            own = self.heads.state_dict()
+            if {name: value.shape for name, value in own.items()} != {k: v.shape for k, v in stored.items()}:
+                raise ValueError(
+                    f"`folder` {str(self.folder)!r} holds heads of other sizes than `heads`: pass `heads=None` to go "
+                    "on with those, or another folder."
+                )
+            self.heads.load_state_dict(stored)
+        path = self.folder / STATE
+        if not path.exists():  # heads that were trained in another way
+            self._make_student()
+            return
+        try:
+            with safe_open(path, framework="pt") as file:
+                kept: dict[str, Any] = json.loads(file.metadata()["learner"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dictionary
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} is damaged or cut short ({error}): delete it to go on without it.") from error
+        names = [name for name, _ in self.student.named_parameters()]
+        self.student.load_state_dict({**self.heads.state_dict(), **_part(tensors, "student.")})
+        for name, average in zip(names, self.average, strict=True):
+            average.copy_(tensors[f"average.{name}"])
+        _load_optimizer(self.optimizer, _part(tensors, "optimizer."))
+        self._counts.copy_(tensors["counts"])
+        self._is_known.copy_(tensors["known"])
+        self._lend_plainly()
+        self.pace = Pace(**kept["pace"])
+        self.steps, self.tokens, self.seconds = kept["steps"], kept["tokens"], kept["seconds"]
+        self._averaged = kept["averaged"]
+        record = self.folder / RECORD
+        self.record = json.loads(record.read_text())["record"] if record.exists() else []
+
+    def save(self) -> None:
+        """What a kill would lose is what came after this. Each file is there whole, or as it was before."""
+        if self.folder is None:
+            return
+        self.exchange_ids()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        beside = self.folder / ".saving"
+        shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+        self.heads.save_pretrained(beside)
+        for file in sorted(beside.iterdir(), key=lambda file: file.suffix != ".safetensors"):
+            file.replace(self.folder / file.name)
+        beside.rmdir()
+        with writing_whole(self.folder / STATE) as unfinished:
+            save_file(self._tensors(), unfinished, metadata={"learner": json.dumps(self._numbers())})
+        with writing_whole(self.folder / RECORD) as unfinished:
+            unfinished.write_text(json.dumps({"kind": "online learning", "record": self.record}, indent=1) + "\n")
+        settings = {"learned": "while it was used", "share": self.share, "tokens_per_step": TOKENS}
+        training = {"steps": self.steps, "tokens": self.tokens, "settings": settings, **provenance()}
+        write_results(self.folder, training=training)
+        write_card(self.folder)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        names = [name for name, _ in self.student.named_parameters()]
+        tensors = {f"student.{name}": weight for name, weight in self.student.named_parameters()}
+        tensors |= {f"average.{name}": average for name, average in zip(names, self.average, strict=True)}
+        tensors |= {f"optimizer.{name}": value for name, value in _optimizer_state(self.optimizer)}
+        tensors |= {"counts": self._counts, "known": self._is_known}
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+    def _numbers(self) -> dict[str, Any]:
+        seconds = self.seconds + (clock() - self._opened if self._opened is not None else 0.0)
+        numbers = {"steps": self.steps, "tokens": self.tokens, "averaged": self._averaged, "seconds": seconds}
+        return {**numbers, "pace": asdict(self.pace)}
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def new_heads(target: PreTrainedModel) -> DraftHeads:
+    """New heads, which score the frequent ids alone where the vocabulary is large. Tokenizers number their merges in
+    the order of how frequent they were (BPE), or sort their pieces by it (Unigram): the lowest ids."""
+    size = target.config.get_text_config(decoder=True).vocab_size
+    fields = {"draft_vocab_size": DRAFT_VOCABULARY} if size >= 2 * DRAFT_VOCABULARY else {}
+    with torch.random.fork_rng():
+        return CloverHeads.from_target(target, **fields)
+
+
+def state_of(target: PreTrainedModel) -> tuple:
+    """What tells whether a target still says what it said."""
+    weights = ((id(weight), 0 if weight.is_inference() else weight._version) for weight in target.parameters())
+    return tuple(weights), adapters_on(target)
+
+
+def batch_of(documents: list[Document], device: torch.device) -> dict[str, torch.Tensor]:
+    """Documents behind each other in one row, as the trainer packs them: `input_ids`, `labels`, `position_ids` [1, S]
+    and `hidden_states` [1, S, f]."""
+    ids, labels, positions = [], [], []
+    for document in documents:
+        tokens = document.next_tokens.to(device)
+        own = torch.cat((tokens[:1] * 0, tokens[:-1]))  # [N]; of the first nothing is asked
+        ids.append(own)
+        labels.append(torch.where(torch.arange(len(own), device=device) > document.known, own, -100))
+        positions.append(torch.arange(len(own), device=device))
+    states = torch.cat([document.states.to(device) for document in documents])  # [S, f]
+    return {
+        "input_ids": torch.cat(ids)[None],
+        "labels": torch.cat(labels)[None],
+        "position_ids": torch.cat(positions)[None],
+        "hidden_states": states[None],
+    }
+
+
+def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    return getattr(optimizer, "parts", [optimizer])
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    for place, part in enumerate(_parts_of(optimizer)):
+        for index, values in part.state_dict()["state"].items():
+            for name, value in values.items():
+                yield f"{place}.{index}.{name}", torch.as_tensor(value)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
+    for place, part in enumerate(_parts_of(optimizer)):
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for name, value in _part(tensors, f"{place}.").items():
+            index, key = name.split(".", 1)
+            state.setdefault(int(index), {})[key] = value
+        part.load_state_dict({**part.state_dict(), "state": state})
+
+
+__all__ = ["OnlineLearner"]

@@ -1,0 +1,382 @@
+"""Heads that learn while they are used: what is heard, what is learned, what is kept, and what can go wrong."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from training.tiny import make_target
+from transformers import DynamicCache
+
+from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, load_heads, pack_for_cpu
+from hf_clover.decoding.private_api import cache_name
+from hf_clover.training import online
+from hf_clover.training.lessons import LONGEST, Document, Lessons
+from hf_clover.training.pace import PERIOD, Pace
+from hf_clover.training.teacher import Teacher
+
+PROMPT = torch.arange(5, 17)[None]
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "TOKENS", 40)
+    monkeypatch.setattr(online, "WINDOW", 16)
+
+
+@pytest.fixture
+def target():
+    return make_target()
+
+
+def learner_of(target, heads=None, **options) -> OnlineLearner:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        heads = CloverHeads.from_target(target, num_heads=2) if heads is None else heads
+    return OnlineLearner(heads, target, **{"share": 1.0, **options})
+
+
+def write(target, learner, prompt=PROMPT, **options):
+    options = {"max_new_tokens": 30, "eos_token_id": None, "num_assistant_tokens": 6, **options}
+    return target.generate(prompt, assistant_model=learner.heads, **options)
+
+
+def weights_of(model) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten().clone() for weight in model.parameters()])
+
+
+# ---------------------------------------------------------------------- what is heard
+
+
+@pytest.mark.parametrize("kind", ["clover-x", "eagle-3"])
+def test_a_batch_is_heard_as_one_forward_over_its_texts_would_see_it(target, kind):
+    made = CloverHeads.from_target(target, num_heads=2) if kind == "clover-x" else Eagle3Heads.from_target(target)
+    learner = learner_of(target, made)
+    prompt = torch.stack((PROMPT[0], torch.cat((torch.zeros(5, dtype=torch.long), PROMPT[0, :7]))))
+    mask = (prompt != 0).long()
+    heard = []
+    with learner:
+        learner.lessons.add = heard.extend
+        texts = write(target, learner, prompt, attention_mask=mask)
+    teacher = Teacher(target, made)
+    assert len(heard) == 2
+    for row, document in enumerate(heard):
+        ids = texts[row][mask[row].argmax() :][None]
+        states = teacher.hidden_states({"input_ids": ids})[0]
+        assert torch.equal(document.next_tokens, ids[0, 1:])
+        assert torch.allclose(document.states.float(), states[:-1], rtol=2e-2, atol=2e-2)
+
+
+def test_a_conversation_is_one_document_of_which_the_first_turn_is_known(target):
+    learner, heard, cache = learner_of(target), [], DynamicCache(config=target.config)
+    with learner:
+        learner.lessons.add = heard.extend
+        first = write(target, learner, **{cache_name(): cache})
+        second = write(target, learner, torch.cat((first, PROMPT[:, :5]), dim=1), **{cache_name(): cache})
+    assert heard[0].known == 0 and heard[1].known == len(heard[0])
+    assert torch.equal(heard[1].next_tokens, second[0, 1:])
+
+
+def test_rows_that_leave_the_batch_are_heard_to_their_end(target):
+    learner, heard = learner_of(target), []
+    prompt = torch.cat([PROMPT + row for row in range(5)])
+    ending = int(target.generate(PROMPT, max_new_tokens=8, eos_token_id=None)[0, -4])
+    with learner:
+        learner.lessons.add = heard.extend
+        texts = write(target, learner, prompt, eos_token_id=ending, pad_token_id=0, max_new_tokens=60)
+    lengths = [len(document) + 1 for document in heard]
+    assert min(lengths) < max(lengths)
+    for text, document in zip(texts, heard, strict=True):
+        assert torch.equal(document.next_tokens, text[1 : len(document) + 1])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_tokens_are_those_of_plain_generate_and_drafts_get_better(target, do_sample):
+    learner = learner_of(target)
+    options = {"max_new_tokens": 60, "eos_token_id": None, "do_sample": do_sample}
+    taken = []
+    with learner:
+        for seed in range(60):
+            torch.manual_seed(seed % 3)
+            plain = target.generate(PROMPT, **options)
+            torch.manual_seed(seed % 3)
+            ours = write(target, learner, return_dict_in_generate=True, **options)
+            assert torch.equal(ours.sequences, plain)
+            taken.append(ours.speculation.accepted_tokens)
+    assert learner.steps >= 60
+    assert sum(taken[-10:]) > 2 * sum(taken[:10])
+
+
+def test_a_packed_target_can_be_learned_from(monkeypatch):
+    monkeypatch.setattr("hf_clover.network.packing.LEAST_WEIGHTS", 1)
+    target = make_target()
+    made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=32)
+    assert pack_for_cpu(target) > 0
+    learner = learner_of(target, made)
+    before = weights_of(made)
+    with learner:
+        write(target, learner)
+    assert learner.steps == 1
+    assert not torch.equal(weights_of(made), before)
+
+
+def test_inference_mode_is_no_hindrance(target):
+    learner = learner_of(target)
+    with torch.inference_mode(), learner:
+        write(target, learner)
+    assert learner.steps == 1
+
+
+# ---------------------------------------------------------------------- when it learns
+
+
+def test_learning_takes_no_more_than_its_share(target, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(online, "clock", lambda: now[0])
+    learner = learner_of(target, share=0.25)
+
+    def learn(_: list[Document]) -> None:
+        now[0] += 1.0
+
+    monkeypatch.setattr(learner, "_learn", learn)
+    with learner:
+        for _ in range(40):
+            now[0] += 0.9
+            write(target, learner)
+        assert 0.15 * now[0] < learner._spent <= 0.25 * now[0] + 1
+
+
+def test_in_idle_time_it_learns_without_a_limit(target):
+    learner = learner_of(target, share=1e-9)
+    with learner:
+        for _ in range(3):
+            write(target, learner)
+        assert learner.steps <= 1
+        made = learner.steps
+        with learner.idle():
+            for _ in range(1000):
+                if learner.lessons.waiting < online.TOKENS:
+                    break
+                time.sleep(0.01)
+        assert learner.steps > made
+
+
+def test_two_threads_share_a_learner(target):
+    learner, texts = learner_of(target), {}
+    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+    with learner:
+
+        def call(name: int) -> None:
+            texts[name] = [write(target, learner) for _ in range(5)]
+
+        threads = [threading.Thread(target=call, args=(name,)) for name in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(texts) == 2 and all(torch.equal(text, plain) for of in texts.values() for text in of)
+    assert learner.steps > 0
+
+
+def test_rates_come_down_as_gains_flatten_then_learning_rests_and_a_new_kind_of_text_wakes_it():
+    pace, rates = Pace(), []
+    while not pace.is_resting:
+        pace.note(2.0)
+        rates.append(pace.rate)
+    assert rates[0] < rates[9] == 1.0 and sorted(rates[10:], reverse=True) == rates[10:]
+    assert len(rates) == 6 * PERIOD
+    for _ in range(20):
+        assert not pace.note(2.0)
+    assert any(pace.note(3.0) for _ in range(8))
+    assert not pace.is_resting and pace.rate_then == 1.0
+
+
+def test_while_it_rests_no_weight_changes(target):
+    learner = learner_of(target)
+    learner.pace.is_resting = True
+    before = weights_of(learner.heads)
+    with learner:
+        write(target, learner)
+    assert learner.steps == 0
+    assert torch.equal(weights_of(learner.heads), before)
+
+
+def test_old_texts_are_kept_within_the_memory_and_each_had_the_same_chance():
+    lessons = Lessons(most_bytes=100 * (8 * 4 + 4 * 8), most_new=8)
+    for number in range(1000):
+        lessons.add([Document(torch.zeros(4, 4, dtype=torch.bfloat16), torch.full((4,), number))])
+        lessons.take(4)
+    assert lessons.nbytes <= lessons.most_bytes
+    kept = [int(document.next_tokens[0]) for document in lessons.old]
+    assert len(kept) == 100 and 350 < sum(kept) / len(kept) < 650
+
+
+def test_a_long_text_is_learned_in_pieces():
+    document = Document(torch.zeros(2 * LONGEST + 100, 4), torch.arange(2 * LONGEST + 100), known=50)
+    pieces = document.pieces()
+    assert [len(piece) for piece in pieces] == [LONGEST, LONGEST, 50 + 50]
+    assert sum(piece.new for piece in pieces) == document.new
+
+
+# ---------------------------------------------------------------------- what it keeps
+
+
+def test_the_next_process_goes_on_where_this_one_stopped(target, tmp_path):
+    with learner_of(target, folder=tmp_path) as first:
+        for _ in range(4):
+            write(target, first)
+    second = OnlineLearner(None, target, folder=tmp_path, share=1.0)
+    assert (second.steps, second.tokens) == (first.steps, first.tokens) and first.steps > 2
+    assert torch.equal(weights_of(second.heads), weights_of(first.heads))
+    assert torch.equal(weights_of(second.student), weights_of(first.student))
+    documents = [Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)]
+    for learner in (first, second):
+        learner._learn(documents)
+    assert torch.equal(weights_of(second.heads), weights_of(first.heads))  # the optimizer's state went on, too
+    assert "30" in str(load_heads(tmp_path, target).config.draft_vocab_size or "30")
+    assert f"{first.tokens:,}" in (tmp_path / "README.md").read_text()
+
+
+def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, monkeypatch):
+    with learner_of(target, folder=tmp_path) as learner:
+        write(target, learner)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    learner._learn([Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)])
+
+    class Killed(BaseException):
+        pass
+
+    for place, name in enumerate(("save_pretrained", "replace", "save_file", "write_card")):
+
+        def kill(*_, **__):
+            raise Killed
+
+        with monkeypatch.context() as patch:
+            owner = {"save_pretrained": learner.heads, "replace": Path}.get(name, online)
+            patch.setattr(owner, name, kill)
+            with pytest.raises(Killed):
+                learner.save()
+        again = OnlineLearner(None, target, folder=tmp_path)
+        assert again.steps == learner.steps - (place < 3)
+        if place == 0:
+            assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+    learner.save()
+    assert not (tmp_path / ".saving").exists()
+    assert OnlineLearner(None, target, folder=tmp_path).steps == learner.steps
+
+
+def test_no_text_reaches_the_folder(target, tmp_path):
+    planted = torch.arange(20, 44)[None]
+    with learner_of(target, folder=tmp_path) as learner:
+        text = write(target, learner, planted)[0]
+    assert learner.tokens > 0
+    for dtype in (torch.int32, torch.int64):
+        needle = text[4:12].to(dtype).numpy().tobytes()
+        assert not any(needle in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert not any(str(text[4:8].tolist())[1:-1] in path.read_text(errors="ignore") for path in tmp_path.iterdir())
+
+
+def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
+    made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=16)
+    learner = learner_of(target, made)
+    with learner:
+        for _ in range(4):
+            text = write(target, learner)
+    emitted = {int(token) for token in text[0, 1:-1] if int(token) >= 16}
+    assert emitted and learner.exchange_ids() == len(emitted)
+    assert emitted <= set(learner.heads.draft_ids.tolist())
+    assert torch.equal(learner.heads.draft_ids, learner.student.draft_ids)
+    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+    assert torch.equal(target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=30, eos_token_id=None), plain)
+
+
+def test_new_heads_are_made_where_nobody_has_any_and_no_random_number_is_used(target):
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    learner = OnlineLearner(None, target)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert isinstance(learner.heads, CloverHeads)
+
+
+def test_it_says_how_drafting_went(target):
+    with learner_of(target) as learner:
+        for _ in range(3):
+            write(target, learner)
+    assert len(learner.record) == 3
+    assert str(learner).endswith(f"when we began), {learner.tokens:,} tokens learned from")
+    assert [entry["tokens"] for entry in learner.record] == sorted(entry["tokens"] for entry in learner.record)
+
+
+# ---------------------------------------------------------------------- what can go wrong
+
+
+def test_a_step_that_gives_nan_is_dropped(target, monkeypatch, caplog):
+    learner = learner_of(target)
+    monkeypatch.setattr(online, "weighted_loss", lambda sums, *_: sums.sum() * float("nan"))
+    before = weights_of(learner.heads)
+    with learner:
+        write(target, learner)
+    assert learner.steps == 0 and "gave NaN and was dropped" in caplog.text
+    assert torch.equal(weights_of(learner.heads), before)
+    assert torch.equal(weights_of(learner.student), before)
+
+
+def test_without_memory_learning_is_off_and_generate_goes_on(target, monkeypatch, caplog):
+    learner = learner_of(target)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(learner, "_learn", fail)
+    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+    with learner:
+        assert torch.equal(write(target, learner), plain)
+        assert torch.equal(write(target, learner), plain)
+    assert caplog.text.count("Learning is off: the device has no memory left") == 1
+
+
+def test_another_target_is_refused(target):
+    learner, other = learner_of(target), make_target()
+    with learner, pytest.raises(ValueError, match="`assistant_model` learns from another target"):
+        write(other, learner)
+
+
+def test_heads_learn_from_one_learner_at_a_time(target):
+    first = learner_of(target)
+    second = learner_of(target, first.heads)
+    with first, pytest.raises(ValueError, match="`heads` learn already"), second:
+        pass
+
+
+def test_what_the_target_said_before_it_changed_is_forgotten(target):
+    learner = learner_of(target, share=1e-9)
+    with learner:
+        write(target, learner)
+        assert learner.lessons.waiting
+        with torch.no_grad():
+            target.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=1)
+        assert learner.lessons.waiting < len(PROMPT[0]) and not learner.lessons.old
+
+
+def test_heads_of_other_sizes_are_refused(target, tmp_path):
+    with learner_of(target, folder=tmp_path) as learner:
+        write(target, learner)
+    other = CloverHeads.from_target(target, num_heads=2, variant="clover-2")
+    with pytest.raises(ValueError, match="`folder` .* holds heads of other sizes than `heads`"):
+        OnlineLearner(other, target, folder=tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
+def test_a_share_that_is_none_is_refused(target, share):
+    with pytest.raises(ValueError, match=f"`share={share}` must be more than 0"):
+        OnlineLearner(None, target, share=share)
+
+
+def test_a_damaged_state_says_which_file_to_delete(target, tmp_path):
+    with learner_of(target, folder=tmp_path) as learner:
+        write(target, learner)
+    (tmp_path / online.STATE).write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"learner.safetensors' is damaged .* delete it"):
+        OnlineLearner(None, target, folder=tmp_path)
