@@ -7,6 +7,7 @@ that fails is dropped, or learning is off with one warning. Text and states stay
 to go on, are what a folder gets.
 """
 
+import copy
 import json
 import shutil
 import threading
@@ -135,9 +136,7 @@ class OnlineLearner:
 
     def _make_student(self) -> None:
         """The weights that steps change, and the average of them that drafts are made with."""
-        student = type(self.heads)(self.heads.config).to(self.heads.device)  # type: ignore[arg-type]
-        student.load_state_dict(self.heads.state_dict())
-        self.student: DraftHeads = student.float().train()
+        self.student = copy.deepcopy(self.heads).float().train().requires_grad_(True)
         self.teacher = Teacher(self.target, self.student)
         self._lend_plainly()
         self.average = [weight.detach().clone() for weight in self.student.parameters()]
@@ -427,9 +426,12 @@ class OnlineLearner:
         beside = self.folder / ".saving"
         shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
         self.heads.save_pretrained(beside)
-        for file in sorted(beside.iterdir(), key=lambda file: file.suffix != ".safetensors"):
-            file.replace(self.folder / file.name)
-        beside.rmdir()
+        files = [file for file in beside.rglob("*") if file.is_file()]
+        for file in sorted(files, key=lambda file: file.suffix != ".safetensors"):
+            place = self.folder / file.relative_to(beside)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
+        shutil.rmtree(beside)
         with writing_whole(self.folder / STATE) as unfinished:
             save_file(self._tensors(), unfinished, metadata={"learner": json.dumps(self._numbers())})
         with writing_whole(self.folder / RECORD) as unfinished:
@@ -494,24 +496,22 @@ def _part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    return getattr(optimizer, "parts", [optimizer])
-
-
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    for place, part in enumerate(_parts_of(optimizer)):
-        for index, values in part.state_dict()["state"].items():
+    state = optimizer.state_dict()
+    for place, part in enumerate(state.get("parts", [state])):
+        for index, values in part["state"].items():
             for name, value in values.items():
                 yield f"{place}.{index}.{name}", torch.as_tensor(value)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]) -> None:
-    for place, part in enumerate(_parts_of(optimizer)):
-        state: dict[int, dict[str, torch.Tensor]] = {}
+    state = optimizer.state_dict()
+    for place, part in enumerate(state.get("parts", [state])):
+        part["state"] = {}
         for name, value in _part(tensors, f"{place}.").items():
             index, key = name.split(".", 1)
-            state.setdefault(int(index), {})[key] = value
-        part.load_state_dict({**part.state_dict(), "state": state})
+            part["state"].setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict(state)
 
 
 __all__ = ["OnlineLearner"]

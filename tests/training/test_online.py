@@ -93,19 +93,20 @@ def test_rows_that_leave_the_batch_are_heard_to_their_end(target):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_tokens_are_those_of_plain_generate_and_drafts_get_better(target, do_sample):
-    learner = learner_of(target)
-    options = {"max_new_tokens": 60, "eos_token_id": None, "do_sample": do_sample}
-    taken = []
+    learner, heard, accepted = learner_of(target), [], []
+    options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": do_sample}
+    torch.manual_seed(0)
+    plain = target.generate(PROMPT, **options)
     with learner:
-        for seed in range(60):
-            torch.manual_seed(seed % 3)
-            plain = target.generate(PROMPT, **options)
-            torch.manual_seed(seed % 3)
+        learner.lessons.add = heard.extend
+        for _ in range(2):
+            torch.manual_seed(0)
             ours = write(target, learner, return_dict_in_generate=True, **options)
             assert torch.equal(ours.sequences, plain)
-            taken.append(ours.speculation.accepted_tokens)
-    assert learner.steps >= 60
-    assert sum(taken[-10:]) > 2 * sum(taken[:10])
+            accepted.append(ours.speculation.accepted_tokens)
+            for _ in range(40):
+                learner._learn(heard[:1])
+    assert accepted[1] > accepted[0] + 5
 
 
 def test_a_packed_target_can_be_learned_from(monkeypatch):
@@ -141,7 +142,7 @@ def test_learning_takes_no_more_than_its_share(target, monkeypatch):
 
     monkeypatch.setattr(learner, "_learn", learn)
     with learner:
-        for _ in range(40):
+        for _ in range(16):
             now[0] += 0.9
             write(target, learner)
         assert 0.15 * now[0] < learner._spent <= 0.25 * now[0] + 1
@@ -215,7 +216,7 @@ def test_old_texts_are_kept_within_the_memory_and_each_had_the_same_chance():
 def test_a_long_text_is_learned_in_pieces():
     document = Document(torch.zeros(2 * LONGEST + 100, 4), torch.arange(2 * LONGEST + 100), known=50)
     pieces = document.pieces()
-    assert [len(piece) for piece in pieces] == [LONGEST, LONGEST, 50 + 50]
+    assert [len(piece) for piece in pieces] == [LONGEST, LONGEST, 50]
     assert sum(piece.new for piece in pieces) == document.new
 
 
@@ -230,18 +231,19 @@ def test_the_next_process_goes_on_where_this_one_stopped(target, tmp_path):
     assert (second.steps, second.tokens) == (first.steps, first.tokens) and first.steps > 2
     assert torch.equal(weights_of(second.heads), weights_of(first.heads))
     assert torch.equal(weights_of(second.student), weights_of(first.student))
+    saved = weights_of(first.heads)
     documents = [Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)]
     for learner in (first, second):
         learner._learn(documents)
     assert torch.equal(weights_of(second.heads), weights_of(first.heads))  # the optimizer's state went on, too
-    assert "30" in str(load_heads(tmp_path, target).config.draft_vocab_size or "30")
+    assert torch.equal(weights_of(load_heads(tmp_path, target)), saved)
     assert f"{first.tokens:,}" in (tmp_path / "README.md").read_text()
 
 
 def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, monkeypatch):
     with learner_of(target, folder=tmp_path) as learner:
         write(target, learner)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     learner._learn([Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)])
 
     class Killed(BaseException):
@@ -260,7 +262,7 @@ def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, mo
         again = OnlineLearner(None, target, folder=tmp_path)
         assert again.steps == learner.steps - (place < 3)
         if place == 0:
-            assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+            assert {p: p.read_bytes() for p in before} == before
     learner.save()
     assert not (tmp_path / ".saving").exists()
     assert OnlineLearner(None, target, folder=tmp_path).steps == learner.steps
@@ -274,16 +276,16 @@ def test_no_text_reaches_the_folder(target, tmp_path):
     for dtype in (torch.int32, torch.int64):
         needle = text[4:12].to(dtype).numpy().tobytes()
         assert not any(needle in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert not any(str(text[4:8].tolist())[1:-1] in path.read_text(errors="ignore") for path in tmp_path.iterdir())
+    assert not any(str(text[4:8].tolist())[1:-1] in path.read_text(errors="ignore") for path in tmp_path.glob("*.*"))
 
 
 def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
-    made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=16)
+    made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=32)
     learner = learner_of(target, made)
     with learner:
         for _ in range(4):
             text = write(target, learner)
-    emitted = {int(token) for token in text[0, 1:-1] if int(token) >= 16}
+    emitted = {int(token) for token in text[0, 1:-1] if int(token) >= 32}
     assert emitted and learner.exchange_ids() == len(emitted)
     assert emitted <= set(learner.heads.draft_ids.tolist())
     assert torch.equal(learner.heads.draft_ids, learner.student.draft_ids)
@@ -352,12 +354,13 @@ def test_heads_learn_from_one_learner_at_a_time(target):
 def test_what_the_target_said_before_it_changed_is_forgotten(target):
     learner = learner_of(target, share=1e-9)
     with learner:
-        write(target, learner)
-        assert learner.lessons.waiting
+        for _ in range(2):
+            write(target, learner)
+        assert learner.lessons.waiting and learner.lessons.old
         with torch.no_grad():
             target.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=1)
-        assert learner.lessons.waiting < len(PROMPT[0]) and not learner.lessons.old
+        assert learner.lessons.waiting == len(PROMPT[0]) and not learner.lessons.old  # of the last call alone
 
 
 def test_heads_of_other_sizes_are_refused(target, tmp_path):
