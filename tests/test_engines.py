@@ -1,4 +1,4 @@
-"""What the vLLM plug-in refuses, without vLLM; `tests/vllm` runs it."""
+"""What the vLLM plug-in refuses, without vLLM; `tests/in_vllm` runs it."""
 
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """Committed heads inside vLLM: run with the environment that `make_environment.sh` makes.
 
-OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm
+OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/in_vllm
 """
 
 import re

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An environment with vLLM for CPUs and this library, for `tests/vllm`: make_environment.sh [FOLDER]
+# An environment with vLLM for CPUs and this library, for `tests/in_vllm`: make_environment.sh [FOLDER]
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 folder=${1:-"$root/.venv-vllm"}
