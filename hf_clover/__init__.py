@@ -27,6 +27,7 @@ _HOME = {
     "Eagle3Heads": "network.modeling_eagle3",
     "OnlineLearner": "training.online",
     "Speculation": "decoding.record",
+    "SpeculativeRollouts": "training.rollouts",
     "TextMemory": "decoding.copying",
     "TreeCache": "decoding.cache",
     "install_hook": "decoding.hook",
@@ -49,6 +50,7 @@ __all__ = [
     "Eagle3Heads",
     "OnlineLearner",
     "Speculation",
+    "SpeculativeRollouts",
     "TextMemory",
     "TreeCache",
     "__version__",
@@ -76,6 +78,7 @@ if TYPE_CHECKING:
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig
     from .training.online import OnlineLearner
+    from .training.rollouts import SpeculativeRollouts
     from .training.trainer import CloverTrainer
 
 

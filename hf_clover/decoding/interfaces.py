@@ -184,7 +184,9 @@ class Drafter(Protocol):
 class Listener(Protocol):
     """Hears what is settled in one call: for each position of the text the target's states and the token after it."""
 
-    def hear(self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]) -> None:
+    def hear(
+        self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]
+    ) -> None:
         """Of each running row its first `counts` positions: states [B, m, f] as the heads read them and, for heads
         that name layers, beside these what enters the final norm; the tokens after them [B, m]. `rows`: which rows of
         the call these are."""

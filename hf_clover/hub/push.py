@@ -43,6 +43,7 @@ RESULTS = "clover_results.json"
 _CARD = "README.md"
 _AT_THE_ROOT = ("*.py", "custom_generate/*")  # where transformers looks for code, whatever the subfolder
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+LEARNER = "learner.safetensors"  # what learning goes on from: it counts what users wrote, and nobody else needs it
 _EVERYWHERE = (_CARD, RESULTS, "LICENSE*", "*.png", "*.svg")
 _PUSHED = {
     "heads": ("config.json", "generation_config.json", *_WEIGHTS, *_AT_THE_ROOT, *_EVERYWHERE),
@@ -135,6 +136,7 @@ def files_to_push(
     folder, subfolder = Path(folder), subfolder.strip("/")
     kind = _kind(folder)
     found = sorted({path for pattern in _PUSHED[kind] for path in folder.glob(pattern) if path.is_file()})
+    found = [path for path in found if path.name != LEARNER]
     if kind != "dataset" and not any(_is_weights(path.name) for path in found):
         raise ValueError(
             f"`folder` {str(folder)!r} holds no weights in safetensors, and no others are pushed: save the {kind} "
@@ -355,4 +357,13 @@ def _is_weights(path: str) -> bool:
     return any(Path(path).match(pattern) for pattern in _WEIGHTS) and "/" not in path
 
 
-__all__ = ["RESULTS", "asking_the_hub", "files_to_push", "push_folder", "push_heads", "write_card", "write_results"]
+__all__ = [
+    "LEARNER",
+    "RESULTS",
+    "asking_the_hub",
+    "files_to_push",
+    "push_folder",
+    "push_heads",
+    "write_card",
+    "write_results",
+]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -44,6 +44,21 @@ def hide_loading_bars() -> None:
     logging.disable_progress_bar()  # the Hub's too
     if not were_off:
         enable_progress_bars()
+
+
+@contextmanager
+def hiding_bars() -> Iterator[None]:
+    """The same for the time of a block."""
+    were_on = logging.is_progress_bar_enabled()
+    hide_loading_bars()
+    try:
+        yield
+    finally:
+        if were_on:
+            were_off = are_progress_bars_disabled()
+            logging.enable_progress_bar()  # the Hub's too
+            if were_off:
+                disable_progress_bars()
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:

@@ -1,9 +1,9 @@
 """What heads can learn from a call of `generate`, kept for a while.
 
 Contract: a `CallListener` hears one call, and gives at its end a `Document` for each row: the target's states and the
-token after each. `Lessons` holds the newest documents until they are learned from, and of all that came before a random
-part within a limit of bytes, drawn so that each of them had the same chance to stay (a reservoir), whatever kind of
-text came later. Nothing here reaches a disk. This module does not know losses, optimizers or threads.
+token after each. `Lessons` holds the newest documents until they are learned from, and of all that came before a
+random part within a limit of bytes, drawn so that each of them had the same chance to stay (a reservoir), whatever
+kind of text came later. Nothing here reaches a disk. This module does not know losses, optimizers or threads.
 
 Shapes: N positions of a document, f numbers of a state, B batch, m new positions at most.
 """
@@ -80,15 +80,17 @@ class CallListener:
     ) -> None:
         """`turns`: the texts of conversations, by the cache that their next turn comes with; `at_end` gets the
         documents of the call."""
-        columns, self.before = turns.get(run.theirs, (None, [])) if run.known_columns else (None, [])
-        if columns != run.known_columns:  # the user has cut it, or an earlier turn was not heard
-            self.before = []
+        known = turns.get(run.theirs) if run.known_columns else None
+        # An earlier turn may not have been heard, and the user may have cut the cache since.
+        self._before = [] if known is None or known[0] != run.known_columns else known[1]
         self._turns, self._at_end = turns, at_end
         self._prompt_mask = run.prompt_mask  # [B, T] bool
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]] = []
         self._documents: list[Document] | None = None
 
-    def hear(self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]) -> None:
+    def hear(
+        self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]
+    ) -> None:
         # A copy: in a graph the next step writes over the states, and half the bytes are a quarter of a walked tree's.
         self._parts.append((hidden.to(torch.bfloat16, copy=True), next_tokens, list(counts), list(rows)))
 
@@ -104,9 +106,10 @@ class CallListener:
                         shown = self._prompt_mask[row, -count:].to(hidden.device)  # [k]
                         states, following = states[shown], following[shown]
                     of_rows.setdefault(row, []).append((states, following))
-            made = [Document(*map(torch.cat, zip(*of_rows[row], strict=True))) for row in sorted(of_rows)]
-            if len(self.before) == len(made):
-                made = [earlier.continued(later) for earlier, later in zip(self.before, made, strict=True)]
+            joined = ([torch.cat(parts) for parts in zip(*of_rows[row], strict=True)] for row in sorted(of_rows))
+            made = [Document(states, tokens) for states, tokens in joined]
+            if len(self._before) == len(made):
+                made = [earlier.continued(later) for earlier, later in zip(self._before, made, strict=True)]
             self._documents, self._parts = made, []
         return self._documents
 

@@ -27,7 +27,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import logging
 
 from ..decoding.graph_rules import adapters_on
-from ..hub.push import write_card, write_results
+from ..hub.push import LEARNER, write_card, write_results
+from ..making.loading import hiding_bars
 from ..making.published import load_heads
 from ..measure.provenance import provenance
 from ..measure.whole_files import writing_whole
@@ -54,7 +55,7 @@ RATE_OF_TRAINED = 0.15  # of the rates for new heads: at those, trained ones fir
 DRAFT_VOCABULARY = 8192  # ids that new heads score, where the target has at least twice as many
 STEPS_BETWEEN_SAVES = 50
 WINDOW = 512  # generated tokens of one entry in the record of how drafting went
-STATE, RECORD = "learner.safetensors", "learning.json"
+RECORD = "learning.json"
 
 
 class OnlineLearner:
@@ -139,7 +140,7 @@ class OnlineLearner:
         self.student = copy.deepcopy(self.heads).float().train().requires_grad_(True)
         self.teacher = Teacher(self.target, self.student)
         self._lend_plainly()
-        self.average = [weight.detach().clone() for weight in self.student.parameters()]
+        self.average: list[torch.Tensor] = [weight.detach().clone() for weight in self.student.parameters()]
         matrices = [weight for weight in self.student.parameters() if weight.ndim == 2]
         others = [weight for weight in self.student.parameters() if weight.ndim != 2]
         with_muon = HAS_MUON and WITH_MUON[self.heads.config.variant]
@@ -378,7 +379,8 @@ class OnlineLearner:
 
     def _heads_of_folder(self) -> DraftHeads:
         assert self.folder is not None
-        return load_heads(self.folder, self.target)
+        with hiding_bars():
+            return load_heads(self.folder, self.target)
 
     @torch.no_grad()
     def _go_on(self, is_given: bool) -> None:
@@ -393,7 +395,7 @@ class OnlineLearner:
                     "on with those, or another folder."
                 )
             self.heads.load_state_dict(stored)
-        path = self.folder / STATE
+        path = self.folder / LEARNER
         if not path.exists():  # heads that were trained in another way
             self._make_student()
             return
@@ -402,7 +404,9 @@ class OnlineLearner:
                 kept: dict[str, Any] = json.loads(file.metadata()["learner"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dictionary
         except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is damaged or cut short ({error}): delete it to go on without it.") from error
+            raise ValueError(
+                f"{str(path)!r} is damaged or cut short ({error}): delete it to go on without it."
+            ) from error
         names = [name for name, _ in self.student.named_parameters()]
         self.student.load_state_dict({**self.heads.state_dict(), **_part(tensors, "student.")})
         for name, average in zip(names, self.average, strict=True):
@@ -425,19 +429,21 @@ class OnlineLearner:
         self.folder.mkdir(parents=True, exist_ok=True)
         beside = self.folder / ".saving"
         shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
-        self.heads.save_pretrained(beside)
+        with hiding_bars():
+            self.heads.save_pretrained(beside)
         files = [file for file in beside.rglob("*") if file.is_file()]
         for file in sorted(files, key=lambda file: file.suffix != ".safetensors"):
             place = self.folder / file.relative_to(beside)
             place.parent.mkdir(exist_ok=True)
             file.replace(place)
         shutil.rmtree(beside)
-        with writing_whole(self.folder / STATE) as unfinished:
+        with writing_whole(self.folder / LEARNER) as unfinished:
             save_file(self._tensors(), unfinished, metadata={"learner": json.dumps(self._numbers())})
         with writing_whole(self.folder / RECORD) as unfinished:
             unfinished.write_text(json.dumps({"kind": "online learning", "record": self.record}, indent=1) + "\n")
         settings = {"learned": "while it was used", "share": self.share, "tokens_per_step": TOKENS}
-        training = {"steps": self.steps, "tokens": self.tokens, "settings": settings, **provenance()}
+        about = {name: value for name, value in provenance().items() if name != "command"}  # a prompt may be in that
+        training = {"steps": self.steps, "tokens": self.tokens, "settings": settings, **about}
         write_results(self.folder, training=training)
         write_card(self.folder)
 
@@ -462,9 +468,10 @@ def new_heads(target: PreTrainedModel) -> DraftHeads:
     """New heads, which score the frequent ids alone where the vocabulary is large. Tokenizers number their merges in
     the order of how frequent they were (BPE), or sort their pieces by it (Unigram): the lowest ids."""
     size = target.config.get_text_config(decoder=True).vocab_size
-    fields = {"draft_vocab_size": DRAFT_VOCABULARY} if size >= 2 * DRAFT_VOCABULARY else {}
     with torch.random.fork_rng():
-        return CloverHeads.from_target(target, **fields)
+        return CloverHeads.from_target(
+            target, draft_vocab_size=DRAFT_VOCABULARY if size >= 2 * DRAFT_VOCABULARY else None
+        )
 
 
 def state_of(target: PreTrainedModel) -> tuple:

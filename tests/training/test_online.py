@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, load_heads, pack_for_cpu
 from hf_clover.decoding.private_api import cache_name
+from hf_clover.hub.push import LEARNER, files_to_push
 from hf_clover.training import online
 from hf_clover.training.lessons import LONGEST, Document, Lessons
 from hf_clover.training.pace import PERIOD, Pace
@@ -74,7 +75,8 @@ def test_a_conversation_is_one_document_of_which_the_first_turn_is_known(target)
         learner.lessons.add = heard.extend
         first = write(target, learner, **{cache_name(): cache})
         second = write(target, learner, torch.cat((first, PROMPT[:, :5]), dim=1), **{cache_name(): cache})
-    assert heard[0].known == 0 and heard[1].known == len(heard[0])
+    assert heard[0].known == 0
+    assert heard[1].known == len(heard[0])
     assert torch.equal(heard[1].next_tokens, second[0, 1:])
 
 
@@ -176,7 +178,8 @@ def test_two_threads_share_a_learner(target):
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(texts) == 2 and all(torch.equal(text, plain) for of in texts.values() for text in of)
+    assert len(texts) == 2
+    assert all(torch.equal(text, plain) for of in texts.values() for text in of)
     assert learner.steps > 0
 
 
@@ -185,12 +188,14 @@ def test_rates_come_down_as_gains_flatten_then_learning_rests_and_a_new_kind_of_
     while not pace.is_resting:
         pace.note(2.0)
         rates.append(pace.rate)
-    assert rates[0] < rates[9] == 1.0 and sorted(rates[10:], reverse=True) == rates[10:]
+    assert rates[0] < rates[9] == 1.0
+    assert sorted(rates[10:], reverse=True) == rates[10:]
     assert len(rates) == 6 * PERIOD
     for _ in range(20):
         assert not pace.note(2.0)
     assert any(pace.note(3.0) for _ in range(8))
-    assert not pace.is_resting and pace.rate_then == 1.0
+    assert not pace.is_resting
+    assert pace.rate_then == 1.0
 
 
 def test_while_it_rests_no_weight_changes(target):
@@ -210,7 +215,8 @@ def test_old_texts_are_kept_within_the_memory_and_each_had_the_same_chance():
         lessons.take(4)
     assert lessons.nbytes <= lessons.most_bytes
     kept = [int(document.next_tokens[0]) for document in lessons.old]
-    assert len(kept) == 100 and 350 < sum(kept) / len(kept) < 650
+    assert len(kept) == 100
+    assert 350 < sum(kept) / len(kept) < 650
 
 
 def test_a_long_text_is_learned_in_pieces():
@@ -228,16 +234,17 @@ def test_the_next_process_goes_on_where_this_one_stopped(target, tmp_path):
         for _ in range(4):
             write(target, first)
     second = OnlineLearner(None, target, folder=tmp_path, share=1.0)
-    assert (second.steps, second.tokens) == (first.steps, first.tokens) and first.steps > 2
+    assert (second.steps, second.tokens) == (first.steps, first.tokens)
+    assert first.steps > 2
     assert torch.equal(weights_of(second.heads), weights_of(first.heads))
     assert torch.equal(weights_of(second.student), weights_of(first.student))
     saved = weights_of(first.heads)
+    assert f"| tokens | {first.tokens:,} |" in (tmp_path / "README.md").read_text()
     documents = [Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)]
     for learner in (first, second):
         learner._learn(documents)
     assert torch.equal(weights_of(second.heads), weights_of(first.heads))  # the optimizer's state went on, too
     assert torch.equal(weights_of(load_heads(tmp_path, target)), saved)
-    assert f"{first.tokens:,}" in (tmp_path / "README.md").read_text()
 
 
 def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, monkeypatch):
@@ -279,6 +286,15 @@ def test_no_text_reaches_the_folder(target, tmp_path):
     assert not any(str(text[4:8].tolist())[1:-1] in path.read_text(errors="ignore") for path in tmp_path.glob("*.*"))
 
 
+def test_what_it_goes_on_from_is_not_pushed(target, tmp_path):
+    with learner_of(target, folder=tmp_path) as learner:
+        write(target, learner)
+    pushed = files_to_push(tmp_path, "org/clover-heads")
+    assert (tmp_path / LEARNER).exists()
+    assert LEARNER not in pushed
+    assert {"model.safetensors", "config.json", "README.md"} <= pushed.keys()
+
+
 def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
     made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=32)
     learner = learner_of(target, made)
@@ -286,11 +302,14 @@ def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
         for _ in range(4):
             text = write(target, learner)
     emitted = {int(token) for token in text[0, 1:-1] if int(token) >= 32}
-    assert emitted and learner.exchange_ids() == len(emitted)
+    assert emitted
+    assert learner.exchange_ids() == len(emitted)
     assert emitted <= set(learner.heads.draft_ids.tolist())
     assert torch.equal(learner.heads.draft_ids, learner.student.draft_ids)
     plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
-    assert torch.equal(target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=30, eos_token_id=None), plain)
+    assert torch.equal(
+        target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=30, eos_token_id=None), plain
+    )
 
 
 def test_new_heads_are_made_where_nobody_has_any_and_no_random_number_is_used(target):
@@ -319,7 +338,8 @@ def test_a_step_that_gives_nan_is_dropped(target, monkeypatch, caplog):
     before = weights_of(learner.heads)
     with learner:
         write(target, learner)
-    assert learner.steps == 0 and "gave NaN and was dropped" in caplog.text
+    assert learner.steps == 0
+    assert "gave NaN and was dropped" in caplog.text
     assert torch.equal(weights_of(learner.heads), before)
     assert torch.equal(weights_of(learner.student), before)
 
@@ -356,18 +376,20 @@ def test_what_the_target_said_before_it_changed_is_forgotten(target):
     with learner:
         for _ in range(2):
             write(target, learner)
-        assert learner.lessons.waiting and learner.lessons.old
+        assert learner.lessons.waiting
+        assert learner.lessons.old
         with torch.no_grad():
             target.model.layers[0].mlp.up_proj.weight.mul_(1.5)
         target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=1)
-        assert learner.lessons.waiting == len(PROMPT[0]) and not learner.lessons.old  # of the last call alone
+        assert learner.lessons.waiting == len(PROMPT[0])
+        assert not learner.lessons.old
 
 
 def test_heads_of_other_sizes_are_refused(target, tmp_path):
     with learner_of(target, folder=tmp_path) as learner:
         write(target, learner)
     other = CloverHeads.from_target(target, num_heads=2, variant="clover-2")
-    with pytest.raises(ValueError, match="`folder` .* holds heads of other sizes than `heads`"):
+    with pytest.raises(ValueError, match=r"`folder` .* holds heads of other sizes than `heads`"):
         OnlineLearner(other, target, folder=tmp_path)
 
 
@@ -380,6 +402,6 @@ def test_a_share_that_is_none_is_refused(target, share):
 def test_a_damaged_state_says_which_file_to_delete(target, tmp_path):
     with learner_of(target, folder=tmp_path) as learner:
         write(target, learner)
-    (tmp_path / online.STATE).write_bytes(b"half")
+    (tmp_path / LEARNER).write_bytes(b"half")
     with pytest.raises(ValueError, match=r"learner.safetensors' is damaged .* delete it"):
         OnlineLearner(None, target, folder=tmp_path)
