@@ -36,8 +36,8 @@ CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 # would pass on at its next step goes into every forward, as the target's own methods make it: so what is of the prompt
 # alone (images, sound, its embeddings and labels) is left out by the target.
 MADE_ANEW = (
-    *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_position"),
-    *("use_cache", "logits_to_keep", "labels", "return_dict"),
+    *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_params"),
+    *("cache_position", "use_cache", "logits_to_keep", "labels", "return_dict"),
 )
 # Of that, what is one for each token: at a step, that of the new token, whichever it is.
 OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
