@@ -111,6 +111,38 @@ def test_gaps():
     assert has_gaps(torch.tensor([[False, False]])), "no text at all"
 
 
+def test_what_is_asked_of_the_kernels():
+    """By torch's own description of them, which needs no device: what they take, and of what shape they give it."""
+    drawn = {"device": "meta", "dtype": torch.bfloat16}
+    query, key, value = (torch.empty(2, 4, count, 64, **drawn) for count in (40, 96, 96))
+    bias, columns = torch.empty(2, 1, 40, 10, **drawn), torch.empty(2, 10, device="meta", dtype=torch.long)
+    lengths, asked = torch.empty(2, 1, device="meta", dtype=torch.long), []
+
+    def noting(kernel):
+        def run(*inputs):
+            asked.append((inputs, kernel(*inputs)))
+            return asked[-1][1]
+
+        return run
+
+    kernels = tuple(noting(kernel) for kernel in long_texts.KERNELS["cuda"])
+    cache = key[:, :, :90], value[:, :, :90]
+    out = Parts(bias, columns, lengths, lengths).attend(query, *cache, None, kernels)
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+    (of_text, text), (of_tree, tree) = asked
+    assert [tuple(part.shape) for part in of_text[:3]] == [
+        (8, 40, 64),
+        (2 * 4 * 96 - 6, 1, 64),
+        (2 * 4 * 96 - 6, 1, 64),
+    ]
+    assert [(part.shape[0], part.dtype) for part in of_text[3]] == [(count, torch.int32) for count in (9, 9, 8)]
+    assert of_text[4:] == (90, 64**-0.5)
+    assert [tuple(part.shape) for part in of_tree[:3]] == [(2, 4, 40, 64), (2, 4, 10, 64), (2, 4, 10, 64)]
+    for (found, sums), shape in ((text, (8, 40)), (tree, (2, 4, 40))):
+        assert (tuple(found.shape), found.dtype) == ((*shape, 64), torch.bfloat16)
+        assert (tuple(sums.shape), sums.dtype) == (shape, torch.float32)
+
+
 # ---------------------------------------------------------------------- in targets
 
 
