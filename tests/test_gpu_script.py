@@ -75,6 +75,13 @@ def test_every_stage(gpu, tmp_path):
     for kernels in ([k for k in result["kernels"] if k["method"] == name] for name in ("plain", "clover-x, 1100 ids")):
         assert kernels[0]["kernel"] == "all"
         assert kernels[0]["ms"] >= kernels[1]["ms"] > 0
+    assert [(row["context"], row["nodes"], row["method"]) for row in result["long_texts"]] == [
+        (length, 3, method) for length in (16, 64) for method in ("by the mask", "in parts")
+    ]
+    for row in result["long_texts"]:
+        assert row["wrong"] is None
+        assert row["ms"] > 0
+        assert (0 < row["off_by"] < 1e-5) == (row["method"] == "in parts"), "another way to the same numbers"
     contexts = [(row["cache"], row["method"], row["context"]) for row in result["contexts"]]
     assert contexts == [
         (cache, name, length)
@@ -84,7 +91,14 @@ def test_every_stage(gpu, tmp_path):
     ]
 
     titles = " ".join(panel["title"] for panel in result["figure"]["panels"])
-    for part in ("Speedup, dynamic", "Efficiency, static", "Where a step goes", "context, static", "Budgets"):
+    for part in (
+        "Speedup, dynamic",
+        "Efficiency, static",
+        "Where a step goes",
+        "Attention of a step",
+        "context, static",
+        "Budgets",
+    ):
         assert part in titles
     for panel in result["figure"]["panels"]:
         assert all(len(series["x"]) == len(series["y"]) > 0 for series in panel["series"])

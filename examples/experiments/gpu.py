@@ -7,10 +7,11 @@ length. In this order: greedy tokens in float32 at a small widened shape, over t
 in bfloat16, eager steps with and without cuDNN's attention; the speed of one row against plain generate with a dynamic
 cache, and with a static one, which transformers compiles for plain generate and heads take as any other; the parts of
 a step, with the GPU awaited before and after each, and the kernels; more rows, with a static cache first, for which
-plain generate is compiled anew; the time of a step by the length of the text; the speed and memory of training by the
-default recipe; other heads and other ways; fixed budgets and the automatic one. It needs torch and transformers, and
-neither trl nor datasets. The JSON is written after every stage. A stage for which too little time is left is not
-begun, and one that outlasts `--minutes` is stopped; the JSON says so.
+plain generate is compiled anew; attention over a long text, by a mask and in two parts; the time of a step by the
+length of the text; the speed and memory of training by the default recipe; other heads and other ways; fixed budgets
+and the automatic one. It needs torch and transformers, and neither trl nor datasets. The JSON is written after every
+stage. A stage for which too little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON
+says so.
 
     python examples/experiments/gpu.py --minutes 9
     python examples/experiments/gpu.py --only exact budgets --output more-results
@@ -20,6 +21,7 @@ begun, and one that outlasts `--minutes` is stopped; the JSON says so.
 import argparse
 import datetime
 import functools
+import itertools
 import signal
 import time
 import traceback
@@ -35,7 +37,7 @@ import torch
 from plain_training import Rows, Run, new_heads
 from rich.console import Console
 from rich.table import Table
-from step_parts import contexts_of, kernels_of, long_prompt, parts_of
+from step_parts import attention_of, contexts_of, kernels_of, long_prompt, parts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
 from widen import Shape, widen_heads, widen_target
 
@@ -63,6 +65,8 @@ FULL = SimpleNamespace(
     repeats=2,
     contexts=(256, 2048, 8192, 32768),
     context_tokens=(8, 40),
+    long_text_nodes=(8, 32),
+    long_text_runs=20,
     budgets=(4, 8, 16, 24, 32, 48, 64),
     budget_batch_sizes=(1, 16),
     training=(2, 2048, 20),  # rows of a step, tokens of a row, steps
@@ -89,6 +93,8 @@ TOY = SimpleNamespace(
     repeats=1,
     contexts=(16, 64),
     context_tokens=(2, 5),
+    long_text_nodes=(3,),
+    long_text_runs=1,
     budgets=(4, 8),
     budget_batch_sizes=(1,),
     training=(1, 32, 2),
@@ -105,6 +111,7 @@ class Bench:
         self.lists: dict[str, list[dict[str, Any]]] = {
             name: [] for name in ("checks", "attention", "rows", "steps", "kernels", "contexts", "budgets", "training")
         }
+        self.lists["long_texts"] = []
 
     # ------------------------------------------------------------------ models
 
@@ -233,6 +240,12 @@ class Bench:
             if method is not self.ours[0]:
                 self.lists["kernels"] += [what | kernel for kernel in kernels_of(self.target, inputs, mine)]
 
+    def long_texts(self) -> None:
+        """The attention of one row's step in all layers, as it is over short texts and as it is over long ones."""
+        sizes, where = self.sizes, (self.dtype, torch.device(self.device))
+        for length, nodes in itertools.product(sizes.contexts, sizes.long_text_nodes):
+            self.lists["long_texts"] += attention_of(sizes.shape, length, nodes, *where, sizes.long_text_runs)
+
     def contexts(self, cache: str, lengths: Sequence[int]) -> None:
         options = {} if cache == "dynamic" else {"cache_implementation": cache}
         for length in lengths:
@@ -283,6 +296,7 @@ class Bench:
             yield f"steps {cache}", 15, 120, functools.partial(self.steps, cache)
         for size in more:
             yield speed("static", size)
+        yield "long texts", 10, 60, self.long_texts
         yield "contexts dynamic", 20, 90, functools.partial(self.contexts, "dynamic", sizes.contexts)
         yield "training", 15, 60, self.training
         for size in more:
@@ -396,6 +410,9 @@ def figure_of(result: dict[str, Any]) -> dict[str, Any]:
     for cache in ("dynamic", "static"):
         series = _along([row for row in result["contexts"] if row["cache"] == cache], "context", "step_ms")
         panels.append(_lines(f"A step by context, {cache} cache", "tokens before", "ms per step", series))
+    rows = [row | {"method": f"{row['method']}, {row['nodes']} nodes"} for row in result["long_texts"]]
+    series = _along(rows, "context", "ms")
+    panels.append(_lines("Attention of a step by the text", "tokens before", "ms, all layers", series))
     for size in dict.fromkeys(row["batch_size"] for row in budgets):
         mine = [row for row in budgets if row["batch_size"] == size]
         fixed = [row | {"method": "fixed"} for row in mine if row["nodes"] is not None]
@@ -442,7 +459,7 @@ COLUMNS = ("cache", "batch_size", "method", "tokens_per_second", "tokens_per_for
 
 def _show(result: dict[str, Any]) -> None:
     console = Console()
-    shown = {name: result[name] for name in ("checks", "contexts") if result[name]}
+    shown = {name: result[name] for name in ("checks", "long_texts", "contexts") if result[name]}
     for name, columns in (("attention", ("has_cudnn", *COLUMNS)), ("rows", COLUMNS), ("budgets", COLUMNS)):
         shown[name] = [{column: row.get(column) for column in columns} for row in result[name]]
     shown["steps"] = [

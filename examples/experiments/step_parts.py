@@ -2,13 +2,16 @@
 
 Contract: functions of a target, inputs and keywords for `generate` (with heads or without), batch size 1, that return
 plain numbers. A part is timed with the device awaited before and after it, so parts do not overlap as they otherwise
-may; the time of the same step without clocks is given beside them. Nothing outlives a call.
+may; the time of the same step without clocks is given beside them. Nothing outlives a call. `attention_of` needs no
+target, but a shape alone.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,10 +19,16 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
+from widen import Shape
 
 from hf_clover import speculations
 from hf_clover.decoding import loop
+from hf_clover.decoding.attention import packed_attention
 from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.graphs import Graphs
+from hf_clover.decoding.long_texts import hang_parts, kernels_on, why_wrong
+from hf_clover.decoding.masks import FULL, MaskRules, ancestors_of, visible_columns
+from hf_clover.decoding.static_cache import columns_for
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.measure.prompts import held_out_sources
 
@@ -153,3 +162,45 @@ def contexts_of(
         "token_ms": 1000 * seconds / (many - few),
         "tokens_per_forward": (many - few) / steps,
     }
+
+
+@torch.no_grad()
+def attention_of(
+    shape: Shape, length: int, nodes: int, dtype: torch.dtype, device: torch.device, runs: int
+) -> list[dict[str, Any]]:
+    """Milliseconds of one row's attention in all layers, for a tree of so many nodes after a text of `length`, as one
+    graph: by a mask, and in parts, with how far that is from the other. `wrong` is what the trial has against the
+    kernels of the parts; then the mask is used there too."""
+    groups = shape.num_attention_heads // shape.num_key_value_heads
+    columns, order = columns_for(length + nodes), torch.arange(nodes, device=device)
+    starts, parents = torch.full((1, 1), length, device=device), ((order - 1) // 2).clamp(min=0)[None]
+    text, ancestors = (
+        torch.ones(1, columns, dtype=torch.bool, device=device),
+        ancestors_of(parents, nodes.bit_length()),
+    )
+    rules, slots = MaskRules((FULL,), False, None, None, groups), SimpleNamespace(starts=starts, visible_text=text)
+    draw = partial(torch.randn, dtype=dtype, device=device)
+    of_layers = (shape.num_hidden_layers, 2, 1, shape.num_key_value_heads, columns, shape.head_dim)
+    cache, query = draw(of_layers), draw(1, shape.num_attention_heads, nodes, shape.head_dim)
+    layer = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+
+    def attend(query: torch.Tensor, in_parts: bool) -> tuple[torch.Tensor, ...]:
+        mask = rules.masks(visible_columns(ancestors, starts, columns, text), starts, parents, text, dtype)
+        if in_parts:
+            hang_parts(mask, rules, ancestors, slots, dtype)
+        return ([packed_attention(layer, query, keys, values, mask)[0] for keys, values in cache][-1],)
+
+    wrong = why_wrong(kernels_on(device), device, dtype, groups * nodes, shape.head_dim)
+    graphs, clock, exact, rows = Graphs(device, "Attention over texts"), Clock(device), None, []
+    for method, in_parts in (("by the mask", False), ("in parts", True)):
+        run = partial(graphs.run, method, partial(attend, in_parts=in_parts), [query])
+        out = [run() for _ in range(3)][-1][0].float()  # eager, captured, replayed
+        exact = out if exact is None else exact
+        started = clock.now()
+        for _ in range(runs):
+            run()
+        row = {"context": length, "columns": columns, "nodes": nodes, "method": method}
+        row["ms"] = 1000 * (clock.now() - started) / runs
+        row["off_by"] = float((out - exact).pow(2).mean().sqrt() / exact.pow(2).mean().sqrt())
+        rows.append(row | {"wrong": wrong})
+    return rows

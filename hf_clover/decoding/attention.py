@@ -6,7 +6,7 @@ twin. With a mask, sdpa copies keys and values for every query head, in every la
 query heads that share a key head stand behind one another as rows of one head, as transformers does for one token.
 Its masks have their rows repeated as often (`shared_heads`), once for all layers. In half precision on CUDA it asks
 for the memory-efficient kernel by name: torch would take cuDNN's there, which plans anew for every length of a text,
-for tens of milliseconds.
+for tens of milliseconds. Over a long text in a graph it attends in two parts (`long_texts`).
 
 Other threads may run the same target meanwhile, with drafts or without, and may have begun before and end after: the
 implementation lies in the target's config, which all share. So what is put there does for every other forward what
@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..network.target_parts import device_of
+from .long_texts import parts_of
 from .private_api import attention_by_name, attention_of, has_attention_by_name, looks_up_attention, set_attention
 from .target_memory import memory_of
 
@@ -55,8 +56,12 @@ def packed_attention(
         mask = None if attention_mask is None else attention_mask[:, :, :nodes]
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     packed = query.reshape(batch, key.shape[1], rows, size)  # [B, K, G n, D]
-    attend: Any = attention_by_name if by_name else F.scaled_dot_product_attention
-    out = attend(packed, key, value, attn_mask=attention_mask, scale=scaling)  # [B, K, G n, D]
+    in_parts = parts_of(attention_mask, packed, key, value)
+    if in_parts is not None:
+        out = in_parts(packed, key, value, scaling)  # [B, K, G n, D]
+    else:
+        attend: Any = attention_by_name if by_name else F.scaled_dot_product_attention
+        out = attend(packed, key, value, attn_mask=attention_mask, scale=scaling)  # [B, K, G n, D]
     return out.reshape(batch, heads, nodes, -1).transpose(1, 2).contiguous(), None
 
 

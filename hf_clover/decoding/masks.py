@@ -46,7 +46,7 @@ class MaskRules:
         packed: dict[str, torch.Tensor | None] = {}
         for kind, mask in masks.items():
             same = [other for other in packed if masks[other] is mask]
-            packed[kind] = packed[same[0]] if same else self._packed(mask)
+            packed[kind] = packed[same[0]] if same else self.packed(mask)
         return packed if self.per_kind else packed[self.kinds[0]]
 
     def masks(
@@ -63,7 +63,7 @@ class MaskRules:
         left = {kind: narrowed(visible, starts, depths, kind, self, padding) for kind in self.kinds}
         return self.arrange({kind: additive(mask, dtype) for kind, mask in left.items()})
 
-    def _packed(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def packed(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """[B, 1, n, C] -> [B, 1, G n, C]"""
         if mask is None or self.shared_heads == 1:
             return mask

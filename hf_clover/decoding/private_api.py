@@ -160,6 +160,34 @@ def attention_by_name(
     return getattr(torch.ops.aten, _EFFICIENT)(query, key, value, mask, False, scale=scale)[0]
 
 
+def efficient_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attention_by_name`, and the log-sum-exps [B, K, n], which nothing public gives."""
+    bias = bias.expand(*query.shape[:3], key.shape[2])
+    out, sums, *_ = getattr(torch.ops.aten, _EFFICIENT)(query, key, value, bias, True, scale=scale)
+    return out, sums[..., : query.shape[2]]  # there are as many as fill its blocks
+
+
+def flash_attention_of_sequences(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    where: tuple[torch.Tensor, ...],
+    longest: int,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [S, R, D] is one token with R heads for each sequence, key and value [T, 1, D] are all tokens; where: 0 to
+    S, the beginnings [S + 1] of the sequences and their lengths [S], of int32 -> [S, R, D], log-sum-exps [S, R].
+    The kernel divides a sequence among blocks where it has one query token, of more heads than its keys have.
+    `torch.nn.attention.varlen`, the public way, launches a kernel more."""
+    order, starts, lengths = where
+    sizes: tuple = (1, longest, 0.0, False, False)  # query tokens and keys of a sequence; no dropout, not causal
+    asked: dict = {"scale": scale, "seqused_k": lengths}
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(query, key, value, order, starts, *sizes, **asked)
+    return out, sums.view(query.shape[1], len(query)).T
+
+
 def is_compiled(target: "PreTrainedModel") -> bool:
     """Whether somebody has compiled its forward, by `target.compile()` or in its place."""
     is_replaced = hasattr(target.forward, "_torchdynamo_orig_callable")

@@ -45,6 +45,7 @@ class StaticSlots(Slots):
 
     state: torch.Tensor  # [B, 2 + M] length, where the moved entries go, where they come from
     text: torch.Tensor  # [B, C] bool, False where the prompt is padding
+    has_gaps = False  # padding stands elsewhere than before a row's text
     capacity: int
     seen_rows: int  # by the next forward
     seen_columns: int  # likewise

@@ -22,6 +22,7 @@ from .cache import TreeCache
 from .graph_rules import verifies_in_graphs, what_forwards_read
 from .graphs import Graphs, filled
 from .interfaces import Held
+from .long_texts import hang_parts, has_gaps, is_for_parts
 from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
 from .private_api import as_for_decoding, cache_name, inputs_after, inputs_of_step, is_the_users, read_prompt
 from .ranks import any_goes_on
@@ -36,8 +37,8 @@ CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 # would pass on at its next step goes into every forward, as the target's own methods make it: so what is of the prompt
 # alone (images, sound, its embeddings and labels) is left out by the target.
 MADE_ANEW = (
-    *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_position"),
-    *("use_cache", "logits_to_keep", "labels", "return_dict"),
+    *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_params"),
+    *("cache_position", "use_cache", "logits_to_keep", "labels", "return_dict"),
 )
 # Of that, what is one for each token: at a step, that of the new token, whichever it is.
 OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -181,7 +182,8 @@ class TargetRun:
                 found: tuple[torch.Tensor, ...] = forward(*inputs)
             else:
                 named = (*self.token_kwargs, *self.forward_kwargs.items())
-                key = (rows, columns, width, str(self._mask_dtype()), self.feature_layers, repr(named))
+                parts = is_for_parts(cache.slots)
+                key = (rows, columns, width, parts, str(self._mask_dtype()), self.feature_layers, repr(named))
                 found = cache.graphs.run(key, forward, inputs)
         return found[0][:batch, :size], found[1][:batch]
 
@@ -201,6 +203,8 @@ class TargetRun:
         ancestors = ancestors_of(parents, size.bit_length())
         visible = visible_columns(ancestors, starts, slots.seen_columns, slots.visible_text)  # [B, n, C]
         masks = rules.masks(visible, starts, depths, slots.visible_text, self._mask_dtype())
+        if is_for_parts(slots):
+            hang_parts(masks, rules, ancestors, slots, self._mask_dtype())
         named = dict(zip(self.token_kwargs, values, strict=True))
         self._captured.clear()
         outputs = self.target(
@@ -290,6 +294,7 @@ class TargetRun:
         cache = take_cache(self.target, self.num_layers, len(input_ids), first_capacity(prompt, longest), graphs)
         self._open.callback(give_back_cache, self.target, cache)
         self.cache = cache
+        cache.slots.has_gaps = self.prompt_mask is not None and has_gaps(self.prompt_mask)
         if self.prompt_mask is not None:
             cache.slots.text[:, : self.prompt_mask.shape[1]] = self.prompt_mask
 

@@ -1,0 +1,181 @@
+"""Attention of a tree over a long text in two parts: of every node over the text, and of the nodes among themselves.
+
+Contract: `hang_parts` hangs on a forward's mask of full attention what `parts_of` finds there again, in each layer to
+which that very mask came. `Parts.attend` gives what attention by the mask gives. The mask stays right: a layer that
+cannot attend in parts goes by it, and a mask that a target has changed is another tensor, on which nothing hangs.
+
+Why: attention by a mask makes few blocks of work for a device that has room for many, and each of them goes through
+all columns. The flash kernel, which takes no mask, divides the text among blocks where all rows of a key head are
+heads of one query token, and reads on the device how long the text is. The parts are merged by their log-sum-exps. On
+each device a trial compares the kernels with their exact twins; where they differ or fail, the mask it is.
+
+Shapes: B batch, K key heads, R rows (the nodes of each query head of a key head, n each), C cache columns, D size of a
+head; S = B K sequences, each of which begins somewhere among T tokens.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.utils import logging
+
+from .masks import FULL, MaskRules, additive
+from .private_api import efficient_attention, flash_attention_of_sequences, has_attention_by_name
+from .static_cache import StaticSlots
+
+logger = logging.get_logger(__name__)
+
+LONG = 2048  # columns, up to which attention goes by the mask
+LARGEST_HEAD = 256  # of the flash kernel
+CLOSE = 0.02  # by how much half precision may be off: outputs, of their size, and log-sum-exps
+
+Found = tuple[Tensor, Tensor]  # outputs, and log-sum-exps
+Kernels = tuple[Callable[..., Found], Callable[..., Found]]  # over a text, and among nodes
+
+
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Found:
+    """The twin of `efficient_attention`."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = query.to(wide) @ key.to(wide).mT * scale + bias  # [..., R, C]
+    sums = scores.logsumexp(-1)
+    return ((scores - sums[..., None]).exp() @ value.to(wide)).to(query.dtype), sums
+
+
+def exact_attention_of_sequences(
+    query: Tensor, key: Tensor, value: Tensor, where: tuple[Tensor, ...], longest: int, scale: float
+) -> Found:
+    """The twin of `flash_attention_of_sequences`."""
+    _, starts, lengths = where
+    place = torch.arange(longest, device=query.device)  # [C]
+    is_beyond = place >= lengths[:, None]  # [S, C]
+    index = (starts[:-1, None] + place).masked_fill(is_beyond, 0)
+    keys, values = (tokens[:, 0][index].masked_fill(is_beyond[..., None], 0) for tokens in (key, value))  # [S, C, D]
+    bias = torch.zeros_like(is_beyond, dtype=query.dtype).masked_fill(is_beyond, -torch.inf)
+    return exact_attention(query, keys, values, bias[:, None], scale)
+
+
+TWINS: Kernels = (exact_attention_of_sequences, exact_attention)
+KERNELS: dict[str, Kernels] = {"cuda": (flash_attention_of_sequences, efficient_attention)}
+
+
+def kernels_on(device: torch.device) -> Kernels:
+    """Where there are none, the twins stand in their place."""
+    return KERNELS.get(device.type, TWINS)
+
+
+@dataclass(eq=False)
+class Parts:
+    """Of one forward, for all its layers."""
+
+    bias: Tensor  # [B, 1, R, n] which nodes see which
+    columns: Tensor  # [B, n] where they stand
+    padding: Tensor  # [B, 1] columns before the text
+    lengths: Tensor  # [B, 1] of the text
+    known: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, kernels: Kernels) -> Tensor:
+        """query [B, K, R, D], key and value [B, K, C, D] -> [B, K, R, D]"""
+        heads, rows, size = query.shape[1:]
+        scale = size**-0.5 if scale is None else scale
+        tokens = query.reshape(-1, rows, size), _as_tokens(key), _as_tokens(value)
+        text, text_sums = kernels[0](*tokens, self._sequences(key), key.shape[2], scale)  # [S, R, D], [S, R]
+        index = self.columns[:, None, :, None].expand(-1, heads, -1, size)  # [B, K, n, D]
+        own, own_sums = kernels[1](query, key.gather(2, index), value.gather(2, index), self.bias, scale)
+        weight = torch.sigmoid(text_sums.reshape(own_sums.shape) - own_sums)[..., None]  # [B, K, R, 1]
+        both = torch.lerp(own.to(weight.dtype), text.reshape(own.shape).to(weight.dtype), weight)
+        return both.to(query.dtype)
+
+    def _sequences(self, key: Tensor) -> tuple[Tensor, ...]:
+        """0, 1, ... S; where the text of each row begins among the tokens of each key head [S + 1]; its length [S]."""
+        where = (*key.shape, *key.stride())
+        if where not in self.known:
+            row, head = (torch.arange(count, device=key.device) for count in key.shape[:2])
+            starts = (row[:, None] * key.stride(0) + head * key.stride(1)) // key.stride(2) + self.padding  # [B, K]
+            order, lengths = torch.arange(starts.numel() + 1, device=key.device), self.lengths.expand_as(starts)
+            self.known[where] = order.int(), F.pad(starts.flatten(), (0, 1)).int(), lengths.flatten().int()
+        return self.known[where]
+
+
+def _as_tokens(states: Tensor) -> Tensor:
+    """[B, K, C, D], which may be part of a cache -> all of the cache between its ends, as [T, 1, D]"""
+    step = states.stride(2)
+    last = sum((size - 1) * stride for size, stride in zip(states.shape[:3], states.stride()[:3], strict=True))
+    return states.as_strided((last // step + 1, 1, states.shape[3]), (step, step, 1))
+
+
+def has_gaps(mask: Tensor) -> bool:
+    """Whether a row of a prompt's mask [B, T] is anything but padding and then text."""
+    width = mask.shape[1]
+    padding = (~mask).sum(1, keepdim=True).clamp(max=width - 1)
+    return not torch.equal(mask, torch.arange(width, device=mask.device) >= padding)
+
+
+def is_for_parts(slots: StaticSlots) -> bool:
+    return slots.seen_columns > LONG and not slots.has_gaps
+
+
+def hang_parts(masks: Any, rules: MaskRules, ancestors: Tensor, slots: StaticSlots, dtype: torch.dtype) -> None:
+    """On the mask of full attention, if there is one; ancestors [B, n, n]."""
+    if FULL in rules.kinds:
+        mask = masks[FULL] if rules.per_kind else masks
+        starts, padding = slots.starts, (~slots.visible_text).sum(1, keepdim=True)  # [B, 1]
+        columns = starts + torch.arange(ancestors.shape[1], device=starts.device)  # [B, n]
+        lengths = (starts - padding).clamp(min=1)  # a row that only fills a graph up may have no text
+        bias: Any = rules.packed(additive(ancestors, dtype))
+        mask.clover_parts = Parts(bias, columns, padding, lengths)
+
+
+def parts_of(mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor] | None:
+    """What attends in parts as `mask` says; None where attention is to go by the mask. query [B, K, R, D]"""
+    parts: Parts | None = getattr(mask, "clover_parts", None)
+    if parts is None or any(key.stride(dim) % key.stride(2) for dim in (0, 1)) or key.stride(3) != 1:
+        return None
+    (rows, size), kind = query.shape[2:], query.device.type
+    are_alike = (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), query.dtype)
+    if not are_alike or (key.shape[2], size) != (mask.shape[3], key.shape[3]):
+        return None
+    takes = kind not in KERNELS or (has_attention_by_name(query) and size <= LARGEST_HEAD)
+    if not takes or (kind in KERNELS and not _are_right_on(query.device, query.dtype, rows, size)):
+        return None
+    return functools.partial(parts.attend, kernels=kernels_on(query.device))
+
+
+@functools.cache
+def _are_right_on(device: torch.device, dtype: torch.dtype, rows: int, size: int) -> bool:
+    """Asked first by a forward that is no graph yet, as every graph has one before it."""
+    reason = why_wrong(kernels_on(device), device, dtype, rows, size)
+    if reason is not None:
+        logger.debug(f"Trees over long texts are attended to by their masks on {device}, in {dtype}: {reason}.")
+    return reason is None
+
+
+@torch.no_grad()
+def why_wrong(kernels: Kernels, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> str | None:
+    """None where kernels give what their twins do: few sequences, which are divided among blocks, and many."""
+    draw = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype)
+    try:
+        for count, longest in ((4, 4096), (256, 128)):
+            tokens = [draw(count * longest, 1, size) for _ in range(2)]
+            order = torch.arange(count + 1, dtype=torch.int32, device=device)
+            where = order, order * longest + order % 7, longest - 9 - order[:-1] * 31 % (longest // 2)
+            text: Any = (draw(count, rows, size), *tokens, where, longest, size**-0.5)
+            nodes = [each.view(2, -1, longest, size)[:, :, :16] for each in tokens]
+            bias = additive(torch.ones(2, rows, 16, device=device).tril() > 0, dtype)
+            tree: Any = (draw(2, count // 2, rows, size), *nodes, bias, size**-0.5)
+            for kernel, twin, inputs in zip(kernels, TWINS, (text, tree), strict=True):
+                exact = [each.double() if isinstance(each, Tensor) else each for each in inputs]
+                (out, sums), (wanted, wanted_sums) = kernel(*inputs), twin(*exact)
+                error = float((out - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+                off = float((sums - wanted_sums).abs().max())
+                if not (error <= CLOSE and off <= CLOSE):  # NaN is not, either
+                    return f"outputs are off by {error:.1e} of their size, and log-sum-exps by {off:.1e}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+__all__ = ["hang_parts", "has_gaps", "is_for_parts", "kernels_on", "parts_of", "why_wrong"]
