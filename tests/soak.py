@@ -21,6 +21,7 @@ import argparse
 import inspect
 import json
 import logging
+import os
 import random
 import time
 import traceback
@@ -48,12 +49,14 @@ from transformers import (
 )
 from zoo import ZOO, build, ragged_batch
 
-from hf_clover import CloverHeads, Eagle3Heads, speculations
+from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, speculations
 from hf_clover.decoding import graphs, tree
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.measure.losslessness import BUG, explain
 from hf_clover.network.modeling_heads import DraftHeads
+from hf_clover.training import online
 
+LEARNS_ONLINE = False  # whether heads learn from each case
 VOCABULARY = 16
 EAGLE = "eagle-3"
 EXACT = torch.float64
@@ -361,7 +364,8 @@ def _play_in(case: Case, target: PreTrainedModel, outcome: Outcome) -> None:
     except Exception as error:  # what plain generate refuses, heads may refuse too
         outcome.methods.append(f"plain generate raises {type(error).__name__}")
         return
-    with speculations() as records:
+    learning = OnlineLearner(heads, target, share=1.0) if LEARNS_ONLINE else nullcontext()
+    with speculations() as records, learning:
         ours = _talk(case, target, heads, plain.sequences)
     for record in records:
         outcome.generations += 1
@@ -503,6 +507,12 @@ def soak(state: State, minutes: float | None = None, count: int | None = None) -
         yield case, outcome
 
 
+def memory_in_mib() -> int:
+    """That this process holds now; 0 where the system does not say."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if file.exists() else 0
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, help="stop after so many")
@@ -511,10 +521,14 @@ def main() -> None:
     parser.add_argument("--state", default="soak.json", help="where the counts are kept; none for nowhere")
     parser.add_argument("--case", type=int, help="run the case of this seed alone")
     parser.add_argument("--graphs", action="store_true", help="as on a device that has graphs")
+    parser.add_argument("--learn", action="store_true", help="with heads that learn from each case")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.graphs:
         graphs.CAPTURES["cpu"], tree.LOOKS_ON = Captures(), ()
+    if arguments.learn:
+        global LEARNS_ONLINE
+        LEARNS_ONLINE, online.TOKENS = True, 40
     for name in ("transformers", "hf_clover"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if arguments.case is not None:
@@ -528,7 +542,8 @@ def main() -> None:
             print(f"case {case.seed} failed; `python tests/soak.py --case {case.seed}` repeats it\n{outcome.error}")
         if outcome.error or state.cases % 50 == 0:
             state.write(path)
-            print(f"{state.cases} cases, {state.generations} generations, {len(state.failures)} failed", flush=True)
+            counts = f"{state.cases} cases, {state.generations} generations, {len(state.failures)} failed"
+            print(f"{counts}, {memory_in_mib():,} MiB", flush=True)
     state.write(path)
     raise SystemExit(bool(state.failures))
 

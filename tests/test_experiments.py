@@ -249,6 +249,35 @@ def test_obeying(experiment, folder):
     assert obeying > 1.5 * deaf
 
 
+def test_online(experiment, folder, tmp_path):
+    """A stream of prompts; and answers that are read."""
+    module = experiment("online")
+    result = run(module, folder)
+    assert [row["prompts"] for row in result["rows"]] == [2, 4]
+    assert all(row["identical"] for row in result["rows"])
+    assert len(result["prompts"]) == 4
+    assert result["whole"]["prompts"] == 4
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "target")
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}"
+    tokenizer.save_pretrained(folder / "target")
+    answers, questions = tmp_path / "answers.jsonl", tmp_path / "questions.jsonl"
+    said = [{"role": "user", "content": "abc " * 40}, {"role": "assistant", "content": "abd " * 90}]
+    answers.write_text(f"{json.dumps({'messages': said})}\n" * 3)
+    questions.write_text(json.dumps({"category": "writing", "turns": ["abc?"]}) + "\n")
+    of_target = ["--toy", "--target", str(folder / "target"), "--output", str(tmp_path)]
+    read = module.main([*of_target, "--read", str(answers), "--questions", str(questions)])
+    assert (tmp_path / "online_read.json").exists()
+    assert read["rows"][0]["learned_from"] == 0 < read["rows"][1]["learned_from"]
+    assert read["rows"][1]["steps"] >= 1
+
+
+def test_rollouts(experiment, folder):
+    result = run(experiment("rollouts"), folder)
+    assert [row["run"] for row in result["summary"]] == ["plain", "heads that learn", "heads that stay"]
+    assert len({row["weights_at_the_end"] for row in result["rows"]}) == 1
+    assert all(row["same_weights"] for row in result["summary"])
+
+
 def test_step(experiment, folder, monkeypatch):
     module, asked = experiment("step"), set()
     parts_of = module.parts_of

@@ -65,6 +65,10 @@ HELP = {
     "per_category": "questions of each category",
     "rows": "of the table",
     "banned": "words",
+    "share": "of the time, for learning",
+    "steps": "of training",
+    "window": "prompts whose figures are taken together",
+    "read": "answers to learn from, a .jsonl file with `messages`",
     "draft_vocab_size": "ids that all heads score, the data's most frequent; 0 is all of them",
 }
 GENERATION = dict(heads=str(STAND_IN / "heads"), prompts="stand-in", num_prompts=8, max_new_tokens=64, repeats=3)
@@ -95,7 +99,7 @@ def parse(doc: str, argv: Sequence[str] | None, defaults: dict[str, Any], toy: d
 def settings_of(args: argparse.Namespace, target: PreTrainedModel) -> dict[str, Any]:
     """All arguments that figures depend on; of a folder its name, since where it lay is nobody's business."""
     settings = {name: value for name, value in vars(args).items() if name not in ("output", "work")}
-    for name in ("target", "heads", "data", "prompts", "fit", "questions"):
+    for name in ("target", "heads", "data", "prompts", "fit", "questions", "read"):
         if settings.get(name) and Path(settings[name]).exists():
             settings[name] = "/".join(Path(settings[name]).parts[-2:])
     return settings | {"dtype": str(target.dtype).removeprefix("torch."), "device": target.device.type}

@@ -26,6 +26,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.utils import logging
 
+from ..decoding.entry import place_heads
 from ..decoding.graph_rules import adapters_on
 from ..hub.push import LEARNER, write_card, write_results
 from ..making.loading import hiding_bars
@@ -111,6 +112,7 @@ class OnlineLearner:
         self.share = share
         has_heads = self.folder is not None and (self.folder / "config.json").exists()
         self.heads = heads if heads is not None else self._heads_of_folder() if has_heads else new_heads(self.target)
+        place_heads(self.heads, self.target)
         self.heads.bind(self.target)
         self.lessons = Lessons(memory_bytes, MOST_NEW)
         self.tokens = self.steps = 0  # learned from; made
@@ -163,7 +165,8 @@ class OnlineLearner:
         if not is_packed(borrowed.lm_head):
             self.teacher.refresh_draft_vocabulary()
             return
-        weight, bias = plain_weight(borrowed.lm_head).detach(), borrowed.lm_head.bias
+        weight: torch.Tensor = plain_weight(borrowed.lm_head).detach()
+        bias: torch.Tensor | None = borrowed.lm_head.bias
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias.detach()[ids]
         borrowed.draft_rows = weight, bias
@@ -174,6 +177,13 @@ class OnlineLearner:
         other = self.heads.learner
         if other is not None:
             raise ValueError("`heads` learn already: leave the other `OnlineLearner`'s block before this one's.")
+        distributed = torch.distributed
+        processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        if processes > 1:
+            raise RuntimeError(
+                f"`OnlineLearner` works in one process, and there are {processes}: each would learn something else. "
+                "Let one process learn, and load its folder in the others."
+            )
         self._opened, self._spent = clock(), 0.0
         self.heads.learner = self
         return self
@@ -187,6 +197,7 @@ class OnlineLearner:
             self.seconds += clock() - self._opened
             self._opened = None
         self._close_window(is_over=True)
+        self.exchange_ids()
         self.save()
 
     def listen(self, run: "Run") -> CallListener:
@@ -211,6 +222,9 @@ class OnlineLearner:
             self._window[1] += stats.row_forwards
             if self._is_off:
                 return
+            for document in documents:
+                tokens = document.next_tokens[document.known :].cpu()
+                self._counts += torch.bincount(tokens, minlength=len(self._counts))[: len(self._counts)]
             self.lessons.add(documents)
         self._close_window()
         while self._may_step() and self.step():
@@ -250,44 +264,28 @@ class OnlineLearner:
                     return False
                 documents = self.lessons.take(TOKENS)
             started = clock()
-            self._learn(documents)
+            if not self.pace.is_resting:
+                self._learn(documents)
+            elif self.pace.looks():
+                self._look(documents)
             self._step_seconds = clock() - started
             self._spent += self._step_seconds
             return True
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # of which `torch.OutOfMemoryError` is one
             self._is_off = True
             self.lessons.forget()
             self.optimizer.zero_grad(set_to_none=True)
-            logger.warning(
-                "Learning is off: the device has no memory left for a step. `generate` goes on with the heads as they "
-                "are; lower `memory_bytes`, or generate for fewer rows at once."
-            )
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            way_out = "lower `memory_bytes`, or generate for fewer rows at once" if is_memory else "please report this"
+            reason = "the device has no memory left for a step" if is_memory else f"a step failed ({error})"
+            logger.warning(f"Learning is off: {reason}. `generate` goes on with the heads as they are; {way_out}.")
             return False
         finally:
             self._stepping.release()
 
     def _learn(self, documents: list[Document]) -> None:
-        is_look = self.pace.is_resting
-        batch = batch_of(documents, self.heads.device)
-        self._counts += torch.bincount(
-            torch.cat([document.next_tokens[document.known :].cpu() for document in documents]),
-            minlength=len(self._counts),
-        )[: len(self._counts)]
-        device = self.heads.device.type
-        in_bfloat16 = multiplies_bfloat16_fast(self.heads.device)
-        config, teacher = self.student.config, self.teacher
-        with torch.inference_mode(False), torch.set_grad_enabled(not is_look):
-            states = batch.pop("hidden_states").clone()  # of `inference_mode`, none could be learned from
-            final_states = teacher.final_states(states)
-            mask = prediction_mask(batch["labels"], batch["position_ids"], config.num_heads)  # [K, 1, S]
-            counts = mask.sum((1, 2))  # [K]
-            with torch.autocast(device, torch.bfloat16, enabled=in_bfloat16):
-                _, sums, _ = teacher.charge(self.student, batch, states, final_states, mask, nullcontext())
-            loss = weighted_loss(sums, counts, config.loss_decay)
-            cost = loss.item()
-            if is_look:
-                self._note(cost)
-                return
+        with torch.inference_mode(False), torch.enable_grad():
+            loss = self._loss(documents)
             loss.backward()
             length = nn.utils.clip_grad_norm_(self.student.parameters(), LONGEST_GRADIENT)
             if not torch.isfinite(length + loss.detach()):
@@ -300,9 +298,31 @@ class OnlineLearner:
         self._publish()
         self.steps += 1
         self.tokens += sum(document.new for document in documents)
-        self._note(cost)
+        self._note(loss.item())
         if self.steps % STEPS_BETWEEN_SAVES == 0:
-            self.save()
+            self.exchange_ids()
+            try:
+                self.save()
+            except OSError as error:
+                logger.warning(
+                    f"The heads that learn were not saved: {error} They will be, where there is room again."
+                )
+
+    def _look(self, documents: list[Document]) -> None:
+        """What the text costs, without learning from it."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._note(self._loss(documents).item())
+
+    def _loss(self, documents: list[Document]) -> torch.Tensor:
+        batch = batch_of(documents, self.heads.device)
+        states = batch.pop("hidden_states").clone()  # of `inference_mode`, none could be learned from
+        final_states = self.teacher.final_states(states)
+        config = self.student.config
+        mask = prediction_mask(batch["labels"], batch["position_ids"], config.num_heads)  # [K, 1, S]
+        in_bfloat16 = multiplies_bfloat16_fast(self.heads.device)
+        with torch.autocast(self.heads.device.type, torch.bfloat16, enabled=in_bfloat16):
+            _, sums, _ = self.teacher.charge(self.student, batch, states, final_states, mask, nullcontext())
+        return weighted_loss(sums, mask.sum((1, 2)), config.loss_decay)
 
     def _note(self, cost: float) -> None:
         if self.pace.note(cost):  # the text has changed its kind: an average over what was before would not follow
@@ -313,7 +333,7 @@ class OnlineLearner:
         logger.warning_once("A learning step gave NaN and was dropped; the heads are as they were before it.")
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for weight, average in zip(self.student.parameters(), self.average, strict=True):
+            for average, weight in zip(self.average, self.student.parameters(), strict=True):
                 weight.copy_(average)
 
     @torch.no_grad()
@@ -425,7 +445,6 @@ class OnlineLearner:
         """What a kill would lose is what came after this. Each file is there whole, or as it was before."""
         if self.folder is None:
             return
-        self.exchange_ids()
         self.folder.mkdir(parents=True, exist_ok=True)
         beside = self.folder / ".saving"
         shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed

@@ -1,8 +1,8 @@
 """How fast heads learn while they are used: at full rate, slower as gains flatten, or not at all.
 
-Contract: `Pace.note` is told what text cost that was not learned from yet, and `Pace.rate` says by how much the rates
-of a step are multiplied. Where learning brings nothing any more it rests, looks at a part of what comes, and begins
-again at full rate where the text costs more than it did. This module knows numbers alone.
+Contract: `Pace.note` is told what the text of each step cost before the step, and `Pace.rate` says by how much the
+rates of a step are multiplied. Where learning brings nothing any more it rests, looks at a part of what comes
+(`Pace.looks`), and begins again at full rate where the text costs more than it did. This module knows numbers alone.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,8 @@ WARM_UP = 10  # steps until the full rate
 PERIOD = 40  # steps that are compared with the steps before them
 FLAT = 0.01  # share by which the cost has to fall from one period to the next, or the rate is halved
 LOWEST = 1 / 16  # a rate below which learning rests
-LOOKS_AT = 0.1  # of the steps, while it rests: to see whether the text has changed its kind
+LOOK_EVERY = 10  # steps, while it rests: to see whether the text has changed its kind
+LOOKS = 4  # that are taken together
 CHANGED = 1.1  # times what the text cost when the rest began
 
 
@@ -20,6 +21,7 @@ class Pace:
     rate_then: float = 1.0  # after the warm-up
     steps: int = 0  # since it began, or began again
     is_resting: bool = False
+    passed: int = 0  # steps of this rest, looked at or not
     before: float | None = None  # mean cost of the last period
     costs: list[float] = field(default_factory=list)  # of this period
 
@@ -27,16 +29,16 @@ class Pace:
     def rate(self) -> float:
         return self.rate_then * min((self.steps + 1) / WARM_UP, 1.0)
 
-    @property
-    def period(self) -> int:
-        """Steps of a period; while it rests, there are fewer."""
-        return max(round(PERIOD * LOOKS_AT), 1) if self.is_resting else PERIOD
+    def looks(self) -> bool:
+        """While it rests: whether this step's text is looked at."""
+        self.passed += 1
+        return self.passed % LOOK_EVERY == 0
 
     def note(self, cost: float) -> bool:
-        """After a step over new text, or a look at it. Whether learning begins again."""
+        """After a step, or a look. Whether learning begins again."""
         self.steps += not self.is_resting
         self.costs.append(cost)
-        if len(self.costs) < self.period:
+        if len(self.costs) < (LOOKS if self.is_resting else PERIOD):
             return False
         mean, self.costs = sum(self.costs) / len(self.costs), []
         if self.is_resting:
@@ -51,7 +53,8 @@ class Pace:
         return False
 
     def begin_again(self) -> None:
-        self.rate_then, self.steps, self.is_resting, self.before, self.costs = 1.0, 0, False, None, []
+        self.rate_then, self.steps, self.is_resting, self.passed = 1.0, 0, False, 0
+        self.before, self.costs = None, []
 
 
 __all__ = ["Pace"]

@@ -191,6 +191,7 @@ def test_rates_come_down_as_gains_flatten_then_learning_rests_and_a_new_kind_of_
     assert rates[0] < rates[9] == 1.0
     assert sorted(rates[10:], reverse=True) == rates[10:]
     assert len(rates) == 6 * PERIOD
+    assert [pace.looks() for _ in range(20)].count(True) == 2
     for _ in range(20):
         assert not pace.note(2.0)
     assert any(pace.note(3.0) for _ in range(8))
@@ -303,7 +304,7 @@ def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
             text = write(target, learner)
     emitted = {int(token) for token in text[0, 1:-1] if int(token) >= 32}
     assert emitted
-    assert learner.exchange_ids() == len(emitted)
+    assert learner.exchange_ids() == 0  # leaving the block has done it
     assert emitted <= set(learner.heads.draft_ids.tolist())
     assert torch.equal(learner.heads.draft_ids, learner.student.draft_ids)
     plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
@@ -356,6 +357,45 @@ def test_without_memory_learning_is_off_and_generate_goes_on(target, monkeypatch
         assert torch.equal(write(target, learner), plain)
         assert torch.equal(write(target, learner), plain)
     assert caplog.text.count("Learning is off: the device has no memory left") == 1
+
+
+def test_a_step_that_fails_leaves_generate_alone(target, monkeypatch, caplog):
+    learner = learner_of(target)
+
+    def fail(*_):
+        raise RuntimeError("something odd")
+
+    monkeypatch.setattr(learner, "_learn", fail)
+    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+    with learner:
+        assert torch.equal(write(target, learner), plain)
+    assert "Learning is off: a step failed (something odd)" in caplog.text
+
+
+def test_a_full_disk_is_said_and_generate_goes_on(target, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(online, "STEPS_BETWEEN_SAVES", 1)
+    learner = learner_of(target, folder=tmp_path)
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with learner:
+        with monkeypatch.context() as patch:
+            patch.setattr(learner, "save", fail)
+            write(target, learner)
+        assert "The heads that learn were not saved: [Errno 28] No space left" in caplog.text
+        assert learner.steps == 1
+    assert (tmp_path / LEARNER).exists()
+
+
+def test_several_processes_are_refused(target, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with (
+        pytest.raises(RuntimeError, match="`OnlineLearner` works in one process, and there are 2"),
+        learner_of(target),
+    ):
+        pass
 
 
 def test_another_target_is_refused(target):
