@@ -75,6 +75,8 @@ def test_every_stage(gpu, tmp_path):
     for kernels in ([k for k in result["kernels"] if k["method"] == name] for name in ("plain", "clover-x, 1100 ids")):
         assert kernels[0]["kernel"] == "all"
         assert kernels[0]["ms"] >= kernels[1]["ms"] > 0
+    assert len(result["learning"]) == 1
+    assert all(value > 0 for value in result["learning"][0].values())
     assert [(row["context"], row["nodes"], row["method"]) for row in result["long_texts"]] == [
         (length, 3, method) for length in (16, 64) for method in ("by the mask", "in parts")
     ]

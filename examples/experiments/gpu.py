@@ -41,7 +41,7 @@ from step_parts import attention_of, contexts_of, kernels_of, long_prompt, parts
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, PreTrainedModel
 from widen import Shape, widen_heads, widen_target
 
-from hf_clover import CloverHeads
+from hf_clover import CloverHeads, OnlineLearner
 from hf_clover.decoding import static_cache
 from hf_clover.measure.benchmark import Method, measure, parse_method, plain, with_heads, write
 from hf_clover.measure.plots import plot
@@ -70,6 +70,7 @@ FULL = SimpleNamespace(
     budgets=(4, 8, 16, 24, 32, 48, 64),
     budget_batch_sizes=(1, 16),
     training=(2, 2048, 20),  # rows of a step, tokens of a row, steps
+    learning_rows=8,
 )
 TOY_SHAPE = Shape(
     hidden_size=320,
@@ -98,6 +99,7 @@ TOY = SimpleNamespace(
     budgets=(4, 8),
     budget_batch_sizes=(1,),
     training=(1, 32, 2),
+    learning_rows=2,
 )
 
 
@@ -109,9 +111,12 @@ class Bench:
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer = AutoTokenizer.from_pretrained(STAND_IN / "target")
         self.lists: dict[str, list[dict[str, Any]]] = {
-            name: [] for name in ("checks", "attention", "rows", "steps", "kernels", "contexts", "budgets", "training")
+            name: []
+            for name in (
+                *("checks", "attention", "rows", "steps", "kernels", "contexts", "budgets", "training"),
+                *("long_texts", "learning"),
+            )
         }
-        self.lists["long_texts"] = []
 
     # ------------------------------------------------------------------ models
 
@@ -278,6 +283,34 @@ class Bench:
             self.lists["training"].append(found | {"loss": means["head_0/loss"]})
             del heads, run
 
+    def learning(self) -> None:
+        """Heads that learn in use: seconds of calls that are heard and of calls that are not, and of a step."""
+        heads = CloverHeads.from_target(self.target, draft_vocab_size=self.sizes.draft_vocab_size)
+        inputs = self.batch(self.prompts(self.sizes.learning_rows))
+        learner = OnlineLearner(heads, self.target, share=0.0)
+
+        def seconds_of(do: Callable[[], Any]) -> float:
+            started = time.perf_counter()
+            do()
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+        def call() -> None:
+            self.target.generate(
+                **inputs, assistant_model=heads, max_new_tokens=self.sizes.new_tokens, num_assistant_tokens=8
+            )
+
+        call()
+        with learner:
+            for _ in range(self.sizes.repeats):
+                found = {"heard_seconds": seconds_of(call)}
+                heads.learner = None
+                found["unheard_seconds"] = seconds_of(call)
+                heads.learner, before = learner, learner.tokens
+                found["step_seconds"] = seconds_of(lambda: learner.step(least=1))
+                self.lists["learning"].append(found | {"tokens": learner.tokens - before})
+
     def stages(self) -> Iterator[tuple[str, int, int, Callable[[], None]]]:
         """Name, the seconds it needs at least and may take at most, what to do; what matters most comes first."""
         sizes = self.sizes
@@ -299,6 +332,7 @@ class Bench:
         yield "long texts", 10, 60, self.long_texts
         yield "contexts dynamic", 20, 90, functools.partial(self.contexts, "dynamic", sizes.contexts)
         yield "training", 15, 60, self.training
+        yield "learning in use", 10, 60, self.learning
         for size in more:
             yield speed("dynamic", size)
         yield speed("dynamic", first, "others")
@@ -465,7 +499,7 @@ def _show(result: dict[str, Any]) -> None:
     shown["steps"] = [
         {**{k: v for k, v in step.items() if k != "parts_ms"}, **step["parts_ms"]} for step in result["steps"]
     ]
-    shown["training"], shown["kernels"] = result["training"], result["kernels"]
+    shown |= {name: result[name] for name in ("training", "learning", "kernels")}
     for name, rows in shown.items():
         columns = list(dict.fromkeys(column for row in rows for column in row))
         table = Table(*(column.replace("_", " ") for column in columns), title=name)

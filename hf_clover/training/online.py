@@ -75,7 +75,8 @@ class OnlineLearner:
             Where the heads are saved, every 50 steps and at the end, with what is needed to go on. Where it holds
             heads already, learning goes on from them.
         share (`float`, *optional*, defaults to 0.1):
-            Of the time, at most so much goes into learning.
+            Of the time, at most so much goes into learning, at the end of calls. With 0 heads learn while the
+            machine is `idle()` and when the block is left.
         memory_bytes (`int`, *optional*, defaults to 256 MiB):
             Of states of earlier texts, which are learned from again so that they are not forgotten. A token takes two
             bytes for each number of the target's hidden size.
@@ -103,8 +104,8 @@ class OnlineLearner:
         share: float = 0.1,
         memory_bytes: int = 1 << 28,
     ) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"`share={share}` must be more than 0 and at most 1: the part of the time that learns.")
+        if not 0 <= share <= 1:
+            raise ValueError(f"`share={share}` must be from 0 to 1: the part of the time that goes into learning.")
         if memory_bytes < 0:
             raise ValueError(f"`memory_bytes={memory_bytes}` must not be negative.")
         self.target = unwrap(target)
@@ -231,13 +232,13 @@ class OnlineLearner:
             pass
 
     def _may_step(self) -> bool:
-        if self._opened is None:
+        if self._opened is None or self.share == 0:
             return False
         return self._spent + self._step_seconds <= self.share * (clock() - self._opened)
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Inside the block nobody waits for the machine: it learns, in a thread, from what has come."""
+        """For a block in which nobody waits for the machine: heads learn there, in a thread, from what has come."""
         is_over = threading.Event()
 
         def learn() -> None:
