@@ -64,6 +64,11 @@ class Document:
                 parts.append(part)
         return parts
 
+    def part_of(self, length: int, chance: random.Random) -> "Document":
+        """So many positions in a row, from anywhere."""
+        begin = chance.randrange(max(len(self) - length, 0) + 1)
+        return Document(self.states[begin : begin + length], self.next_tokens[begin : begin + length])
+
     def kept(self) -> "Document":
         """In memory of its own, on the CPU, all of it to be learned again."""
         return Document(self.states.to("cpu", copy=True), self.next_tokens.to("cpu", copy=True))
@@ -146,18 +151,19 @@ class Lessons:
         while len(self.new) > 1 and self.waiting > self.most_new:  # more comes than is learned
             self._keep(self.new.popleft())
 
-    def take(self, tokens: int) -> list[Document]:
-        """Documents of about so many tokens for one step, of which a part is old where there are old ones."""
-        of_old = tokens * SHARE_OF_OLD if self.old else 0.0
+    def take(self, tokens: int) -> tuple[list[Document], list[Document]]:
+        """For a step of about so many tokens, new documents and, where there are any, a part of an old one."""
+        room = tokens
         old: list[Document] = []
-        while sum(document.new for document in old) < of_old:
-            old.append(self._random.choice(self.old))
+        if self.old:
+            old = [self._random.choice(self.old).part_of(round(SHARE_OF_OLD * tokens), self._random)]
+            room -= len(old[0])
         new: list[Document] = []
-        while self.new and sum(document.new for document in new) < tokens - of_old:
+        while self.new and sum(document.new for document in new) < room:
             new.append(self.new.popleft())
         for document in new:
             self._keep(document)
-        return [*new, *old]
+        return new, old
 
     def _keep(self, document: Document) -> None:
         """One more for the old ones."""

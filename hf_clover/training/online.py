@@ -263,12 +263,12 @@ class OnlineLearner:
             with self._lock:
                 if self.lessons.waiting < (TOKENS if least is None else least):
                     return False
-                documents = self.lessons.take(TOKENS)
+                new, old = self.lessons.take(TOKENS)
             started = clock()
             if not self.pace.is_resting:
-                self._learn(documents)
+                self._learn(new, old)
             elif self.pace.looks():
-                self._look(documents)
+                self._look(new)
             self._step_seconds = clock() - started
             self._spent += self._step_seconds
             return True
@@ -284,9 +284,9 @@ class OnlineLearner:
         finally:
             self._stepping.release()
 
-    def _learn(self, documents: list[Document]) -> None:
+    def _learn(self, new: list[Document], old: list[Document]) -> None:
         with torch.inference_mode(False), torch.enable_grad():
-            loss = self._loss(documents)
+            loss = self._loss([*new, *old])
             loss.backward()
             length = nn.utils.clip_grad_norm_(self.student.parameters(), LONGEST_GRADIENT)
             if not torch.isfinite(length + loss.detach()):
@@ -298,7 +298,7 @@ class OnlineLearner:
             self.optimizer.zero_grad(set_to_none=True)
         self._publish()
         self.steps += 1
-        self.tokens += sum(document.new for document in documents)
+        self.tokens += sum(document.new for document in new)
         self._note(loss.item())
         if self.steps % STEPS_BETWEEN_SAVES == 0:
             self.exchange_ids()

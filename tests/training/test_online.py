@@ -107,7 +107,7 @@ def test_tokens_are_those_of_plain_generate_and_drafts_get_better(target, do_sam
             assert torch.equal(ours.sequences, plain)
             accepted.append(ours.speculation.accepted_tokens)
             for _ in range(40):
-                learner._learn(heard[:1])
+                learner._learn(heard[:1], [])
     assert accepted[1] > accepted[0] + 5
 
 
@@ -139,7 +139,7 @@ def test_learning_takes_no_more_than_its_share(target, monkeypatch):
     monkeypatch.setattr(online, "clock", lambda: now[0])
     learner = learner_of(target, share=0.25)
 
-    def learn(_: list[Document]) -> None:
+    def learn(*_: list[Document]) -> None:
         now[0] += 1.0
 
     monkeypatch.setattr(learner, "_learn", learn)
@@ -242,7 +242,7 @@ def test_the_next_process_goes_on_where_this_one_stopped(target, tmp_path):
     assert f"| tokens | {first.tokens:,} |" in (tmp_path / "README.md").read_text()
     documents = [Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)]
     for learner in (first, second):
-        learner._learn(documents)
+        learner._learn(documents, [])
     assert torch.equal(weights_of(second.heads), weights_of(first.heads))  # the optimizer's state went on, too
     assert torch.equal(weights_of(load_heads(tmp_path, target)), saved)
 
@@ -251,7 +251,7 @@ def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, mo
     with learner_of(target, folder=tmp_path) as learner:
         write(target, learner)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    learner._learn([Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)])
+    learner._learn([Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)], [])
 
     class Killed(BaseException):
         pass
