@@ -96,8 +96,8 @@ class CallListener:
     def hear(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]
     ) -> None:
-        # A copy: in a graph the next step writes over the states, and half the bytes are a quarter of a walked tree's.
-        self._parts.append((hidden.to(torch.bfloat16, copy=True), next_tokens, list(counts), list(rows)))
+        # Copies: in a graph the next step writes over both.
+        self._parts.append((hidden.to(torch.bfloat16, copy=True), next_tokens.clone(), list(counts), list(rows)))
 
     def documents(self) -> list[Document]:
         """Of each row of the call."""
