@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
+from ..network.target_parts import come_and_go
 from .cache import TreeCache
 from .drafting import CloverDrafter, Settled, given, grow
 from .foresight import Foresight
@@ -27,8 +28,8 @@ from .tree import Tree, root_only, with_path
 
 
 def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
-    moves = hasattr(heads.borrowed.lm_head, "_hf_hook")  # its weights come and go
-    return heads.device.type in CAPTURES and not config.disable_compile and not moves
+    has_graphs = heads.device.type in CAPTURES and not config.disable_compile
+    return has_graphs and not come_and_go([heads.borrowed.lm_head])
 
 
 class GraphDrafter(CloverDrafter):

@@ -53,10 +53,7 @@ class Run(Protocol):
     hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it (`capture_states`)
     prompt_mask: torch.Tensor | None  # [B, T] bool, None where every column is a token
     root_position: torch.Tensor  # [B, 1] of the tree that was committed last
-
-    @property
-    def in_graphs(self) -> bool:
-        """Whether its forward over a tree is a graph, of one of few sizes."""
+    in_graphs: bool  # its forward over a tree is a graph, of one of few sizes
 
     @property
     def is_warm(self) -> bool:

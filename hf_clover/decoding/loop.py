@@ -45,7 +45,7 @@ def speculate(
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
     run: Run
     if route.method == TREE:
-        run = TargetRun(target, text.config, model_kwargs, heads.feature_layers)
+        run = TargetRun(target, text.config, model_kwargs, heads.feature_layers, route.in_graphs)
     else:
         replays = route.method == REPLAYED
         run = ChainRun(target, text.config, model_kwargs, replays, route.steps, heads.feature_layers)

@@ -19,7 +19,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from ..network.target_parts import device_of
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
-from .graph_rules import verifies_in_graphs, what_forwards_read
+from .graph_rules import what_forwards_read
 from .graphs import Graphs, filled
 from .interfaces import Held
 from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
@@ -53,13 +53,16 @@ class TargetRun:
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         feature_layers: Sequence[int] = (),
+        in_graphs: bool = False,
     ) -> None:
-        """`feature_layers`: whose states the heads read, as `capture_states` takes them."""
+        """`feature_layers`: whose states the heads read, as `capture_states` takes them; `in_graphs`: forwards over
+        trees are captured."""
         self.target, self.generation_config, self.model_kwargs = target, generation_config, dict(model_kwargs)
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
         self.cache: TreeCache | StaticTreeCache = TreeCache(self.num_layers)
+        self.in_graphs = in_graphs
         self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
         self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
         self.hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it
@@ -87,10 +90,6 @@ class TargetRun:
         return self._shift + self._starts()
 
     @property
-    def in_graphs(self) -> bool:
-        return isinstance(self.cache, StaticTreeCache)
-
-    @property
     def is_warm(self) -> bool:
         return not isinstance(self.cache, StaticTreeCache) or self.cache.graphs.has_replayed
 
@@ -109,7 +108,7 @@ class TargetRun:
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask.bool()
-        if verifies_in_graphs(self.target, self.generation_config):
+        if self.in_graphs:
             self._become_static(input_ids, limit)
         self._load(self.theirs)
         kwargs = {**self.model_kwargs, cache_name(): self.cache}
