@@ -90,7 +90,7 @@ class TreeLayer(CacheLayerMixin):
         if columns > self.keys.shape[2]:
             self.slots.check(columns)
             capacity = self.slots.capacity_for(columns)
-            self._use([self._grown(buffer, capacity) for buffer in self.buffers])
+            self._use([self._resized(buffer, capacity) for buffer in self.buffers])
         if (self.keys.dtype, self.values.dtype) != (like[0].dtype, like[1].dtype):
             self._promote(like)
 
@@ -104,10 +104,10 @@ class TreeLayer(CacheLayerMixin):
             self.dtype = wide[0]
 
     @staticmethod
-    def _grown(old: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _resized(old: torch.Tensor, capacity: int) -> torch.Tensor:
         *outer, held, dim = old.shape
         new = old.new_zeros(*outer, capacity, dim)  # what is masked must still be finite
-        new[..., :held, :] = old
+        new[..., :held, :] = old[..., :capacity, :]
         return new
 
     def update(

@@ -2,7 +2,8 @@
 
 Contract: a `TreeCache` of one allocation a layer, of `capacity` columns. The text grows and rows leave within it: a
 forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it doubles, and its
-graphs are forgotten. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the last
+graphs are forgotten. Where there is no memory for that, it grows as `TreeCache` does for the rest of the call, and
+nothing is a graph any more. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the last
 commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice moves
 twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
 larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
@@ -11,7 +12,7 @@ Shapes: B rows, n tree nodes, C columns, M moved entries at most.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class StaticSlots(Slots):
     state: torch.Tensor  # [B, 2 + M] length, where the moved entries go, where they come from
     text: torch.Tensor  # [B, C] bool, False where the prompt is padding
     capacity: int
+    doubles = True  # when it is outgrown
     seen_rows: int  # by the next forward
     seen_columns: int  # likewise
 
@@ -58,7 +60,10 @@ class StaticSlots(Slots):
         return self.text[: self.seen_rows, : self.seen_columns]  # [B, C]
 
     def capacity_for(self, columns: int) -> int:
-        return max(self.capacity, columns_for(columns))
+        return max(self.capacity, columns_for(columns) if self.doubles else super().capacity_for(columns))
+
+    def be_sparing(self) -> None:
+        self.doubles, self.capacity = False, 0
 
 
 class StaticTreeLayer(TreeLayer):
@@ -66,6 +71,9 @@ class StaticTreeLayer(TreeLayer):
 
     def reserve(self, columns: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
         with torch.inference_mode(False):  # later calls write here, whatever their mode
+            with suppress(torch.OutOfMemoryError):
+                return super().reserve(columns, like)
+            self.slots.be_sparing()
             super().reserve(columns, like)
 
     def update(
@@ -151,17 +159,26 @@ class StaticTreeCache(TreeCache):
 
     def reserve(self, columns: int) -> None:
         """Room for so many, at other addresses where there was none."""
-        capacity = self.slots.capacity_for(columns)
         self._used = max(self._used, columns)
+        with suppress(torch.OutOfMemoryError):
+            self._resize(columns)
+            return
+        self.slots.be_sparing()
+        self._resize(columns)
+
+    def _resize(self, columns: int) -> None:
+        capacity = self.slots.capacity_for(columns)
         if all(held == capacity for held in (self.slots.capacity, self.slots.text.shape[1], *self._held())):
             return
         if self.lengths:
             self._move_now()
         self.graphs.forget()
+        if not self.slots.doubles:
+            self.graphs.stop("there is no memory for twice as many keys and values", is_short=True)
         with torch.inference_mode(False):  # later calls write here, whatever their mode
             for layer in self.layers:
                 if layer.is_initialized:
-                    layer._use([layer._grown(buffer, capacity) for buffer in layer.buffers])
+                    layer._use([layer._resized(buffer, capacity) for buffer in layer.buffers])
             self.slots.text = F.pad(self.slots.text, (0, capacity - self.slots.text.shape[1]), value=True)
         self.slots.capacity = capacity
 
@@ -173,7 +190,7 @@ class StaticTreeCache(TreeCache):
         going, longest = len(self.lengths), max(self.lengths) + max(nodes, MOVES)
         self.reserve(longest)
         self.slots.seen_rows = min(count for count in (*ROW_COUNTS, self.rows) if going <= count <= self.rows)
-        self.slots.seen_columns = columns_for(longest)
+        self.slots.seen_columns = min(columns_for(longest), self.capacity)
         return self.slots.seen_rows, self.slots.seen_columns
 
     @contextmanager
@@ -254,6 +271,8 @@ def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int
 
 
 def give_back_cache(model: PreTrainedModel, cache: StaticTreeCache) -> None:
+    if cache.graphs.is_short:
+        return
     if cache.graphs.capture is None:
         memory_of(model).uncaptured.add(cache.graphs.written_down)
     device = cache.graphs.device
