@@ -395,24 +395,27 @@ def out_of_memory(*args):
 
 def test_a_capture_that_finds_no_memory_is_tried_again_without_the_others(captures, caplog, monkeypatch):  # noqa: F811
     monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
-    several, value, failures = graphs.Graphs(torch.device("cpu"), "Sums"), torch.arange(3), 0
+    several, value, failing = graphs.Graphs(torch.device("cpu"), "Sums"), torch.arange(3), []
 
     def capture(function, pool):
-        nonlocal failures
-        if failures:
-            failures -= 1
+        if failing:
+            failing.pop()
             out_of_memory()
         return captures(function, pool)
+
+    def run(key, failures=0):
+        failing[:] = [True] * failures
+        assert several.run(key, lambda x: (x + key,), [value])[0].tolist() == [key, key + 1, key + 2]
 
     several.capture = capture
     with caplog.at_level("WARNING"):
         for key, failures in ((1, 0), (1, 0), (2, 0), (2, 1), (2, 0)):
-            assert several.run(key, lambda x, key=key: (x + key,), [value])[0].tolist() == [key, key + 1, key + 2]
+            run(key, failures)
         assert list(several.made) == [2]
         assert several.has_replayed
         assert caplog.records == []
-        for key, failures in ((3, 0), (3, 2), (3, 0)):
-            assert several.run(key, lambda x, key=key: (x + key,), [value])[0].tolist() == [key, key + 1, key + 2]
+        for failures in (0, 2, 0):
+            run(3, failures)
     assert (several.made, several.is_short, several.has_replayed) == ({}, True, False)
     assert [record.message.partition(".")[0] for record in caplog.records] == [
         "Sums run eagerly from here on: there is no memory for a graph"

@@ -23,8 +23,8 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_clover import CloverHeads, pack_for_cpu
 from hf_clover.decoding.drafting_copy import drafting_copy
-from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.graph_rules import why_no_graphs
+from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import root_only
 

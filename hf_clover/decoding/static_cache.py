@@ -3,9 +3,9 @@
 Contract: a `TreeCache` of one allocation a layer, of `capacity` columns. The text grows and rows leave within it: a
 forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it doubles, and its
 graphs are forgotten. Where there is no memory for that, it grows as `TreeCache` does for the rest of the call, and
-nothing is a graph any more. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the last
-commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice moves
-twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
+nothing is a graph any more. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the
+last commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice
+moves twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
 larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
 
 Shapes: B rows, n tree nodes, C columns, M moved entries at most.
