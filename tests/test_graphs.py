@@ -14,15 +14,15 @@ from transformers import DynamicCache, StaticCache
 from trees import random_tree, running, walk_of
 from zoo import ZOO, build, ragged_batch
 
-from hf_clover import CloverHeads, speculations
+from hf_clover import CloverHeads, Eagle3Heads, speculations
 from hf_clover.decoding import cache, drafting, graph_drafting, graph_rules, graphs, static_cache
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.graph_drafting import GraphDrafter
+from hf_clover.decoding.graph_drafting import IN_GRAPHS
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_memory import memory_of
 
 pytestmark = pytest.mark.usefixtures("captures")
 VOCABULARY, NEW = 16, 40
+SHORT = ("clover-x", "eagle-3")  # kinds of heads
 DECODING = pytest.mark.long("hf_clover/decoding", "hf_clover/network")  # one kind of each is in the short set
 TREES = [name for name, case in ZOO.items() if case.route == "tree" and case.available]
 KINDS = {
@@ -33,6 +33,8 @@ KINDS = {
     "medusa": ("medusa", {}),
     "levels": ("clover-2", {"draft_tree": "levels"}),
     "draft vocabulary": ("clover-2", {"draft_vocab_size": 9}),
+    "eagle-3": ("eagle-3", {}),
+    "eagle-3 in levels": ("eagle-3", {"draft_tree": "levels", "num_hidden_layers": 2, "draft_vocab_size": 9}),
 }
 
 
@@ -112,6 +114,22 @@ def test_the_tokens_and_drafts_of_an_eager_call(target, inputs, do_sample, captu
     assert mine.accepted_tokens > 0
     assert 0 < made[1] < captures.replayed
     assert made[2] == made[1]
+
+
+def test_eagle_heads(target, inputs, captures):  # noqa: F811
+    heads, common = Eagle3Heads.from_target(target), {**inputs, "max_new_tokens": NEW}
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    plain, drafting = target.generate(**common), {"assistant_model": heads, "num_assistant_tokens": 12}
+    eager, its = told(target, **common, **drafting, disable_compile=True)
+    assert captures.made == 0
+    tokens, mine = told(target, **common, **drafting)
+    assert tokens.tolist() == eager.tolist() == plain.tolist()
+    assert mine.accepted_by_depth == its.accepted_by_depth
+    assert mine.accepted_tokens > 0
+    assert memory_of(heads).idle_cache.graphs.made, "of drafts"
 
 
 def test_a_text_that_grows_over_every_edge(target, inputs, captures, monkeypatch):  # noqa: F811
@@ -494,20 +512,24 @@ def assert_same_tree(mine, its):
             assert log_prob == pytest.approx(paths[1][path], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["clover-x", *(pytest.param(k, marks=DECODING) for k in KINDS if k != "clover-x")])
+@pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=DECODING) for k in KINDS])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):  # noqa: F811
     """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
     monkeypatch.setattr(drafting, "MOST_WAITING", 12)
     variant, fields = KINDS[kind]
-    heads = CloverHeads.from_target(target, variant, **fields).bind(target)
+    if variant == "eagle-3":
+        heads = Eagle3Heads.from_target(target, **fields).bind(target)
+    else:
+        heads = CloverHeads.from_target(target, variant, **fields).bind(target)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    batch, length, size = 3, 11, heads.config.hidden_size
+    batch, length, size = 3, 11, heads.config.hidden_size * max(len(heads.feature_layers), 1)
     mask = torch.arange(length) >= torch.tensor([0, 4, 2])[:, None] if padded else None
-    slow, fast = CloverDrafter(heads, mask), GraphDrafter(heads, mask, None, batch, length, 128)
+    slow = heads.new_drafter(heads, mask)
+    fast = IN_GRAPHS[type(slow)](heads, mask, None, batch, length, 128)
     at = [length] * batch
     prompt = settled(batch, length, size, [0] * batch, generator)
     for drafter in (slow, fast):

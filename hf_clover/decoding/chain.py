@@ -55,6 +55,7 @@ class ChainRun:
     shape: str | None = "chain"
     in_graphs = can_drop_rows = False
     is_warm = True
+    walked: torch.Tensor | None = None
 
     def __init__(
         self,

@@ -6,9 +6,9 @@ need not name its protocol: it has these members, and mypy compares them where a
 - `Run`, the target's side of a call: `target_run.TargetRun` verifies trees, `chain.ChainRun` chains.
 - `Budget`, how many nodes a tree gets: `budget.FixedBudget`, `budget.AutomaticBudget`, and `ranks.SharedBudget`,
   which is one of these where several processes must agree.
-- `Drafter`, the heads' side, which `heads.new_drafter` gives: `drafting.CloverDrafter` for Clover's heads, and in its
-  place where the device has graphs `graph_drafting.GraphDrafter`. Whoever adds heads of another kind gives them a
-  `new_drafter`.
+- `Drafter`, the heads' side, which `heads.new_drafter` gives: `drafting.CloverDrafter` for Clover's heads,
+  `path_drafting.PathDrafter` for EAGLE's, and in their place where the device has graphs those of `graph_drafting`.
+  Whoever adds heads of another kind gives them a `new_drafter`.
 
 Shapes: B running rows, T prompt columns, n tree nodes, m new positions at most, k copied tokens, f numbers of a state
 as the heads read it, V vocabulary.
@@ -50,7 +50,9 @@ class Run(Protocol):
     theirs: Any  # the cache that came with the call: the user's, or a new one that plain generate would use
     known_columns: int  # of an earlier turn, which `theirs` held when the call began
     shape: str | None  # of the drafts that it can verify: "chain", or None for any tree
-    hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it (`capture_states`)
+    # [B, n, f] of the last forward, as the heads read it (`capture_states`); from `commit` on walked nodes come first
+    hidden: torch.Tensor
+    walked: torch.Tensor | None  # [B, 3, n] what the last forward's own walk found (`walk_in_tensors`), if it walks
     prompt_mask: torch.Tensor | None  # [B, T] bool, None where every column is a token
     root_position: torch.Tensor  # [B, 1] of the tree that was committed last
     in_graphs: bool  # its forward over a tree is a graph, of one of few sizes

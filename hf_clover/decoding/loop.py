@@ -25,7 +25,7 @@ from .state import Text
 from .support import AS_TREES, REPLAYED, TREE, Route
 from .target_run import TargetRun
 from .tree import root_only
-from .walk import greedy_walk, replay
+from .walk import greedy_walk, read_walk, replay
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def speculate(
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
     run: Run
     if route.method == TREE:
-        run = TargetRun(target, text.config, model_kwargs, heads.feature_layers, route.in_graphs)
+        run = TargetRun(target, text.config, model_kwargs, heads.feature_layers, route.in_graphs, text)
     else:
         replays = route.method == REPLAYED
         run = ChainRun(target, text.config, model_kwargs, replays, route.steps, heads.feature_layers)
@@ -71,7 +71,8 @@ def speculate(
                 logits = run.verify(tree)  # [B, n, V]
             with stats.clock("walk"):
                 emitted = text.emitted
-                paths = walk(tree, logits, text)  # of each running row, the walked nodes
+                found = run.walked  # in a graph
+                paths = walk(tree, logits, text) if found is None else read_walk(found, tree, logits, text)
                 run.commit(paths)
             ours.take_in(paths, tree, logits)
             walked = [paths[row] for row in rows]

@@ -153,6 +153,11 @@ class Text:
         """Places among the running rows."""
         return [place for place, row in enumerate(self.running) if not self.finished[row]]
 
+    def limits(self) -> torch.Tensor:
+        """Of each running row [B, 1 + E] how many tokens may come, and those that end it. On the host."""
+        room = [0 if self.finished[row] else self.max_length - self.input_ids[row].shape[1] for row in self.running]
+        return torch.tensor([[tokens, *self.ends] for tokens in room])
+
     def rows(self) -> list[torch.Tensor]:
         """Per row [L]."""
         return [row for ids in self.input_ids for row in ids]

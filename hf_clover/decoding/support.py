@@ -236,11 +236,12 @@ def _measure(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) -> s
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         reason, of_replays = f"a trial tree failed in it ({what})", f"a trial of them failed ({what})"
-    if in_graphs:
-        reason = _measure(target, own, in_graphs=False)
-        if reason is None:
-            memory_of(target).why_no_graphs = of_replays
-    return reason
+    if not in_graphs:
+        return reason
+    why_not_eagerly = _measure(target, own, in_graphs=False)
+    if why_not_eagerly is None:
+        memory_of(target).why_no_graphs = of_replays
+    return why_not_eagerly
 
 
 # ---------------------------------------------------------------------- chains

@@ -25,9 +25,11 @@ from .interfaces import Held
 from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
 from .private_api import as_for_decoding, cache_name, inputs_after, inputs_of_step, is_the_users, read_prompt
 from .ranks import any_goes_on
+from .state import Text
 from .states import capture_states
 from .static_cache import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
 from .tree import Tree, chain_of, root_only
+from .walk import walk_in_tensors
 
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 
@@ -54,9 +56,10 @@ class TargetRun:
         model_kwargs: dict[str, Any],
         feature_layers: Sequence[int] = (),
         in_graphs: bool = False,
+        text: Text | None = None,
     ) -> None:
         """`feature_layers`: whose states the heads read, as `capture_states` takes them; `in_graphs`: forwards over
-        trees are captured."""
+        trees are captured, and with them the walk, where `text` is a greedy one."""
         self.target, self.generation_config, self.model_kwargs = target, generation_config, dict(model_kwargs)
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
@@ -65,7 +68,9 @@ class TargetRun:
         self.in_graphs = in_graphs
         self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
         self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
-        self.hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it
+        self.text = text if text is not None and text.is_plain_greedy else None
+        self.hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it; the walked nodes first
+        self.walked: torch.Tensor | None = None  # [B, 3, n] what the last forward's own walk found
         self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
         self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
         self.feature_layers = tuple(feature_layers)
@@ -149,8 +154,7 @@ class TargetRun:
         tree = tree.to(device_of(self.target))
         self._captured.clear()
         if isinstance(self.cache, StaticTreeCache):
-            logits, self.hidden = self._verify_in_place(tree, self.cache)
-            return logits
+            return self._verify_in_place(tree, self.cache)
         with self.cache.staged(tree.size):
             logits = self._verify_growing(tree)
         self.hidden = self._take_hidden()
@@ -167,40 +171,40 @@ class TargetRun:
         )
         return outputs.logits
 
-    def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> torch.Tensor:
         """A node or row too many stands beside the others and is not looked at."""
         batch, size = tree.tokens.shape
         width = min((count for count in NODE_COUNTS if count >= size), default=size)
         rows, columns = cache.look_at(width)
-        trees = [filled(filled(part, width, 1), rows) for part in (tree.tokens, tree.parents, tree.depths)]
-        of_tokens = [filled(part, rows, -2) for part in (*self.token_kwargs.values(), self._shift)]  # [..., B, 1]
-        inputs, forward = [*trees, self._last, *of_tokens], partial(self._forward_in_place, cache)
+        inputs = [filled(filled(tree.packed(), width, 2), rows, 1), self._last]
+        inputs += [filled(part, rows, -2) for part in (self._shift, *self.token_kwargs.values())]  # [..., B, 1]
+        if self.text is not None:
+            inputs.append(filled(self.text.limits(), rows))
+        forward = partial(self._forward_in_place, cache)
         with cache.staged(width):
             if width > NODE_COUNTS[-1] or self._has_other_tensors:
                 found: tuple[torch.Tensor, ...] = forward(*inputs)
             else:
-                named = (*self.token_kwargs, *self.forward_kwargs.items())
-                key = (rows, columns, width, str(self._mask_dtype()), self.feature_layers, repr(named))
+                named = repr((*self.token_kwargs, *self.forward_kwargs.items()))
+                ends = None if self.text is None else len(self.text.ends)
+                key = (rows, columns, width, str(self._mask_dtype()), self.feature_layers, named, ends)
                 found = cache.graphs.run(key, forward, inputs)
-        return found[0][:batch, :size], found[1][:batch]
+        logits, self.hidden, *walked = (part[:batch] for part in found)
+        self.walked = walked[0] if walked else None
+        return logits[:, :size]
 
     def _forward_in_place(
-        self,
-        cache: StaticTreeCache,
-        tokens: torch.Tensor,
-        parents: torch.Tensor,
-        depths: torch.Tensor,
-        *more: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, n, V] and states [B, n, f], in tensors alone. `more`: no position beyond, what each token has,
-        and the shift of positions [..., B, 1]."""
-        slots, rules, (last, *values, shift) = cache.slots, self.rules, more
+        self, cache: StaticTreeCache, tree: torch.Tensor, last: torch.Tensor, shift: torch.Tensor, *more: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits [B, n, V] and states [B, n, f], in tensors alone, of `Tree.packed` [4, B, n]. `last`: no position
+        beyond; `shift` of positions [..., B, 1]; `more`: what each token has and, for a walk, `Text.limits`."""
+        slots, rules, (tokens, parents, depths, _) = cache.slots, self.rules, tree
         size, starts = tokens.shape[1], slots.starts
         slots.index = starts + torch.arange(size, device=tokens.device)  # [B, n]
         ancestors = ancestors_of(parents, size.bit_length())
         visible = visible_columns(ancestors, starts, slots.seen_columns, slots.visible_text)  # [B, n, C]
         masks = rules.masks(visible, starts, depths, slots.visible_text, self._mask_dtype())
-        named = dict(zip(self.token_kwargs, values, strict=True))
+        named = dict(zip(self.token_kwargs, more, strict=False))
         self._captured.clear()
         outputs = self.target(
             input_ids=tokens,
@@ -210,12 +214,20 @@ class TargetRun:
             return_dict=True,
             **{cache_name(): cache, **self._inputs_of(size, named)},
         )
-        return outputs.logits, self._take_hidden()
+        hidden = self._take_hidden()
+        if self.text is None:
+            return outputs.logits, hidden
+        walked = walk_in_tensors(tree, ancestors, outputs.logits, more[-1])
+        return outputs.logits, _at(hidden, walked[:, 0].clamp(min=0)), walked
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the walked nodes of each row (the prefill's own token is already kept: its path is empty)."""
         root = self.next_position
         self.root_position = root.reshape(-1, *root.shape[-2:])[0]
+        if self.walked is None and any(list(path) != list(range(len(path))) for path in paths):
+            longest = max(map(len, paths))
+            nodes = [[*path, *[0] * (longest - len(path))] for path in paths]
+            self.hidden = _at(self.hidden, torch.tensor(nodes, device=self.hidden.device))
         self.cache.commit(paths)
 
     @property
@@ -333,6 +345,11 @@ class TargetRun:
             self.verify(chain_of(tokens))
             self.commit([range(min(gap, block)) for gap in missing])
         return columns
+
+
+def _at(states: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """States [B, n, f] at nodes [B, m] -> [B, m, f]"""
+    return states.gather(1, nodes[..., None].expand(-1, -1, states.shape[2]))
 
 
 def takes_positions(target: PreTrainedModel) -> bool:
