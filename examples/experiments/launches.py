@@ -28,9 +28,7 @@ from hf_clover import CloverHeads
 from hf_clover.decoding import graphs, loop, support, tree
 from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.graph_drafting import GraphDrafter
 from hf_clover.decoding.heads_run import HeadsRun
-from hf_clover.decoding.path_drafting import PathDrafter
 from hf_clover.decoding.target_run import TargetRun
 
 COUNTED = range(12, 24)  # steps
@@ -42,7 +40,7 @@ PARTS = {  # what of a step is where; what a part calls that is one itself count
     "commit": [(TargetRun, "commit")],
     "take-in": [(HeadsRun, "take_in")],
     "budget": [(AutomaticBudget, "ask")],  # what it reads are copies, which are on the host already
-    "draft": [(CloverDrafter, "draft"), (PathDrafter, "draft"), (GraphDrafter, "draft")],
+    "draft": [(CloverDrafter, "draft")],
 }
 NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}  # are launched by no operator of these
 READS = {"_local_scalar_dense", "nonzero", "equal"}

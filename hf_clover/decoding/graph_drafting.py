@@ -27,7 +27,7 @@ from .graphs import CAPTURES, Graphs, Outputs, filled
 from .masks import additive, visible_columns
 from .path_drafting import Levels, PathDrafter
 from .static_cache import StaticTreeCache, first_capacity, give_back_cache, take_cache
-from .tree import Tree, root_only, with_path
+from .tree import Tree, with_path
 
 
 def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
@@ -70,20 +70,13 @@ class GraphDrafter(CloverDrafter):
         super().remember(cache, columns)
         self.is_remembered = True
 
-    @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        roots = given(self.roots)
-        if nodes == 0 or self.is_broken:
-            return root_only(roots)
-        if self.state is None:
-            self._take_in_prompt()
-        new = self._last_settled()
+    def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
+        new = self._waiting.pop()  # as `_catch_up` leaves it
         counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], taken before this returns
         inputs = [new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots, *self._last()]
         if foresight is not None:
             foresight = foresight.whole()
             inputs.append(foresight.log_noise)
-        shape = shape or self.config.draft_tree
         rows, columns = self.cache.look_at(self.width + self._entries(nodes, shape))
         sizes = (nodes, shape, None if foresight is None else foresight.temperature)
         with self._staged(new):

@@ -1,9 +1,9 @@
 """The heads' side of one call: what they take in of the text, and what they draft.
 
-Contract: `HeadsRun` stands beside the target's run of the same call and knows it, the text and the budget (`Run` and
-`Budget` of interfaces.py). It gives the heads every position that the target has settled, asks the budget for a size
-and the heads for a tree, to which it adds what is copied from the text, lets rows that have ended leave both sides,
-and hands the cache back when the text is over, with what the heads know of it.
+Contract: `HeadsRun` stands beside the target's `Run` of the same call and knows it, the text and the budget. It gives
+the heads every position that the target has settled, asks the budget for a size and the heads for a tree, to which it
+adds what is copied from the text, lets rows that have ended leave both sides, and hands the cache back when the text
+is over, with what the heads know of it.
 
 Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
@@ -18,13 +18,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from ..network.modeling_heads import DraftHeads
+from .budget import Budget
 from .copying import Copies
-from .drafting import drafter_of_conversation
+from .drafting import CloverDrafter, drafter_of_conversation
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
 from .graph_drafting import IN_GRAPHS, drafts_in_graphs
-from .interfaces import Budget, Drafter, Run
 from .obeying import Obedience, must_obey
+from .run import Run
 from .state import Text
 from .support import warn
 from .target_memory import memory_of
@@ -56,7 +57,7 @@ class HeadsRun:
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         text.take_fresh()
 
-    def _drafter_of_conversation(self, heads: DraftHeads) -> Drafter:
+    def _drafter_of_conversation(self, heads: DraftHeads) -> CloverDrafter:
         """The one that it had, or a new one: in graphs where the device has them."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         (rows, columns), block = run.hidden.shape[:2], config.prefill_chunk_size

@@ -17,10 +17,10 @@ from ..network.modeling_heads import DraftHeads
 from .budget import make_budget
 from .chain import ChainRun
 from .heads_run import HeadsRun
-from .interfaces import Run
 from .private_api import cache_name
 from .ranks import any_goes_on, shared_budget
 from .record import Speculation, with_record
+from .run import Run
 from .state import Text
 from .support import AS_TREES, REPLAYED, TREE, Route
 from .target_run import TargetRun

@@ -18,7 +18,7 @@ from .cache import TreeCache
 from .drafting import CloverDrafter, Settled, given, grow_in_shape
 from .foresight import Foresight
 from .masks import additive, visible_columns
-from .tree import Tree, root_only
+from .tree import Tree
 
 
 class PathDrafter(CloverDrafter):
@@ -45,16 +45,10 @@ class PathDrafter(CloverDrafter):
         if self.last is not None:
             self.last = self.last[torch.tensor(rows, device=self.last.device)]
 
-    @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        roots = given(self.roots)
-        if nodes == 0 or self.is_broken:
-            return root_only(roots)
-        self._catch_up()
+    def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
         settled = list(self.cache.lengths)
         try:
-            expand = self.levels().expand
-            return grow_in_shape(self.heads, expand, roots, nodes, shape or self.config.draft_tree, foresight)
+            return grow_in_shape(self.heads, self.levels().expand, roots, nodes, shape, foresight)
         finally:
             self.cache.slots.lengths = settled
 

@@ -110,7 +110,7 @@ class StaticTreeLayer(TreeLayer):
 class StaticTreeCache(TreeCache):
     """One `TreeCache` for forwards in graphs. `look_at` says what the next forward sees."""
 
-    layer_class = StaticTreeLayer
+    layer_class, slots_class = StaticTreeLayer, StaticSlots
     slots: StaticSlots
 
     def __init__(self, num_layers: int, rows: int, capacity: int, graphs: Graphs) -> None:
@@ -120,13 +120,9 @@ class StaticTreeCache(TreeCache):
         self.slots.seen_rows, self.slots.seen_columns = rows, capacity
         self._pending: Moves | None = None  # what the next forward, or an export, has to move
         self._has_moved = False  # a forward has done so since
-        self._used = capacity  # columns that may hold something
         with torch.inference_mode(False):
             self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
             self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-
-    def _make_slots(self, capacity: int | None) -> Slots:
-        return StaticSlots(capacity)
 
     @property
     def capacity(self) -> int:
@@ -144,22 +140,19 @@ class StaticTreeCache(TreeCache):
         for layer in self.layers:
             layer.filled = 0
             for buffer in layer.buffers:
-                buffer[..., : self._used, :] = 0  # an aborted call may have left NaN, which not even a mask keeps out
-        self._used = self.capacity  # until it is known how much is filled
+                buffer.zero_()  # an aborted call may have left NaN, which not even a mask keeps out
 
     def finish_filling(self, batch_size: int) -> None:
         super().finish_filling(batch_size)
-        self._used = 0
         self.reserve(max(self.lengths))
-        self._hold(None, self.lengths, [()] * batch_size)
+        self._hold()
 
     def stand_at(self, lengths: Sequence[int]) -> None:
         super().stand_at(lengths)
-        self._hold(None, self.lengths, [()] * len(lengths))
+        self._hold()
 
     def reserve(self, columns: int) -> None:
         """Room for so many, at other addresses where there was none."""
-        self._used = max(self._used, columns)
         with suppress(torch.OutOfMemoryError):
             self._resize(columns)
             return
@@ -196,7 +189,7 @@ class StaticTreeCache(TreeCache):
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
         if self._has_moved:  # what came before was never committed
-            self._hold(None, self.lengths, [()] * len(self.lengths))
+            self._hold()
         self._pending, self._has_moved = None, True
         try:
             yield
@@ -205,13 +198,12 @@ class StaticTreeCache(TreeCache):
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         self._move_now()
-        before, moves = self.lengths, Moves(self.lengths, paths)
-        self.slots.lengths = [length + len(path) for length, path in zip(before, paths, strict=True)]
-        if max(map(len, paths)) > MOVES:
+        moves = Moves(self.lengths, paths)
+        self.slots.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+        is_long = max(map(len, paths)) > MOVES
+        if is_long:
             self._move(moves)
-            self._hold(None, before, [()] * len(paths))
-        else:
-            self._hold(moves, before, paths)
+        self._hold(None if is_long else moves)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """They stand in the first places from here on, at the same addresses."""
@@ -221,18 +213,19 @@ class StaticTreeCache(TreeCache):
         for buffer, dim in (*((buffer, buffer.ndim - 4) for buffer in held), (self.slots.text, 0)):
             buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))
         self.slots.lengths = [self.slots.lengths[row] for row in rows]
-        self._hold(None, self.lengths, [()] * len(rows))
+        self._hold()
 
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._move_now()
         states = super().export(layer_idx, length)
         return None if states is None else (states[0][: len(self.lengths)], states[1][: len(self.lengths)])
 
-    def _hold(self, moves: Moves | None, before: list[int], paths: Sequence[Sequence[int]]) -> None:
-        """Leave the moves of `paths` to the next forward; an entry without one moves to where it stands."""
+    def _hold(self, moves: Moves | None = None) -> None:
+        """Leave `moves` to the next forward; an entry without one moves to where it stands."""
         self._pending, self._has_moved = moves, False
+        starts, paths = (moves.lengths, moves.paths) if moves is not None else (self.lengths, [()] * len(self.lengths))
         rows = []
-        for length, start, path in zip(self.lengths, before, paths, strict=True):
+        for length, start, path in zip(self.lengths, starts, paths, strict=True):
             entries = [*path, *range(len(path), MOVES)]
             rows.append([length, start, *(start + entry for entry in entries)])
         rows += [[0, 0, *range(MOVES)]] * (self.rows - len(rows))  # rows that have left
@@ -242,7 +235,7 @@ class StaticTreeCache(TreeCache):
     def _move_now(self) -> None:
         if self._pending is not None:
             self._move(self._pending)
-            self._hold(None, self.lengths, [()] * len(self.lengths))
+            self._hold()
 
 
 # ---------------------------------------------------------------------- what is kept for a model

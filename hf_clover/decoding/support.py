@@ -10,6 +10,7 @@ is the version of transformers and not the target.
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -160,18 +161,26 @@ def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) 
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
-    key, memory = (in_graphs, *_what_counts(target, own)), memory_of(target)
+
+    def measure() -> str | None:
+        found = _measure(target, own, in_graphs)
+        if found is not None and shared_heads(target) > 1:
+            memory_of(target).is_never_packed = True
+            found = _measure(target, own, in_graphs)
+        return found
+
+    try:
+        return _found_once(target, (in_graphs, *_what_counts(target, own)), measure)
+    except NotANumberError:
+        return None  # the walk will say so, and the next call measures again
+
+
+def _found_once(target: PreTrainedModel, key: tuple, measure: Callable[[], str | None]) -> str | None:
+    memory = memory_of(target)
     with memory.measuring:
-        known = memory.why_not
-        if key not in known:
-            try:
-                known[key] = _measure(target, own, in_graphs)
-                if known[key] is not None and shared_heads(target) > 1:
-                    memory.is_never_packed = True
-                    known[key] = _measure(target, own, in_graphs)
-            except NotANumberError:
-                return None  # the walk will say so, and the next call measures again
-        return known[key]
+        if key not in memory.why_not:
+            memory.why_not[key] = measure()
+        return memory.why_not[key]
 
 
 def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
@@ -251,22 +260,22 @@ def _why_no_chain(
     target: PreTrainedModel, route: Route, batch: int, has_cache: bool, own: dict[str, Any]
 ) -> str | None:
     """None where chains are verified exactly."""
-    key = (route.method, route.steps, batch > 1, has_cache, *_what_counts(target, own))
-    memory = memory_of(target)
-    with memory.measuring:
-        known = memory.why_not
-        if key not in known:
-            try:
-                replays = route.method == REPLAYED
-                with left_as_it_was(target):
-                    error = chain_error(target, replays, route.steps, min(batch, 2), has_cache, own)
-                by = f"(by {error:.1e} of their spread)"
-                is_exact = error <= rounding_tolerance(target) * (CLOSER if route.method == REPLAYED else 1)
-                known[key] = (
-                    None if is_exact else f"several tokens in one forward get other logits than one by one {by}"
-                )
-            except NotANumberError:
-                return "its logits are NaN"
-            except Exception as error:
-                known[key] = f"a trial chain failed in it ({type(error).__name__}: {error})"
-        return known[key]
+    replays = route.method == REPLAYED
+
+    def measure() -> str | None:
+        try:
+            with left_as_it_was(target):
+                worst = chain_error(target, replays, route.steps, min(batch, 2), has_cache, own)
+        except NotANumberError:
+            raise
+        except Exception as error:
+            return f"a trial chain failed in it ({type(error).__name__}: {error})"
+        if worst <= rounding_tolerance(target) * (CLOSER if replays else 1):
+            return None
+        return f"several tokens in one forward get other logits than one by one (by {worst:.1e} of their spread)"
+
+    try:
+        key = (route.method, route.steps, batch > 1, has_cache, *_what_counts(target, own))
+        return _found_once(target, key, measure)
+    except NotANumberError:
+        return "its logits are NaN"

@@ -129,8 +129,8 @@ def _process(
 
 def _children(tree: Tree) -> list[dict[tuple[int, int], int]]:
     """Per row: (node, token) -> the child of that node that carries that token."""
-    packed = torch.stack((tree.tokens, tree.parents, tree.valid.long()), dim=1)  # [B, 3, n]
-    return [_children_of_row(*row) for row in packed.tolist()]
+    tokens, parents, _, valid = tree.packed().tolist()
+    return list(map(_children_of_row, tokens, parents, valid))
 
 
 def _children_of_row(tokens: list[int], parents: list[int], valid: list[int]) -> dict[tuple[int, int], int]:
@@ -152,24 +152,27 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
         paths.append(path)
         if text.finished[row]:
             continue
-        children = _children_of_row(tokens, parents, valid)
-        text.found_no_drafts |= tree.size > 1 and not children
-        input_ids = text.input_ids[row]  # [1, L]
-        room = text.max_length - input_ids.shape[1]
+        children, room = _children_of_row(tokens, parents, valid), text.room_of(row)
         node: int | None = 0
         while node is not None:
-            if is_broken[node]:
-                raise_nan(logits[place])
             path.append(node)
-            text.finished[row] = chosen[node] in text.ends or len(path) >= room
-            node = None if text.finished[row] else children.get((node, chosen[node]))
+            ends = chosen[node] in text.ends or len(path) >= room
+            node = None if ends else children.get((node, chosen[node]))
         emitted = [chosen[node] for node in path]
-        _emit(text, row, emitted, torch.tensor([emitted], dtype=input_ids.dtype, device=input_ids.device))
+        new = torch.tensor([emitted], dtype=text.input_ids[row].dtype, device=text.input_ids[row].device)
+        is_nan = any(is_broken[node] for node in path)
+        _emit(text, row, emitted, new, logits[place], is_nan, tree.size > 1 and not children)
     return paths
 
 
-def _emit(text: Text, row: int, tokens: list[int], new: torch.Tensor) -> None:
-    """`tokens`, which are `new` [1, k] on the text's device."""
+def _emit(
+    text: Text, row: int, tokens: list[int], new: torch.Tensor, logits: torch.Tensor, is_nan: bool, no_drafts: bool
+) -> None:
+    """`tokens`, which are `new` [1, k] on the text's device, unless one of the `logits` [n, V] behind them is NaN."""
+    text.found_no_drafts |= no_drafts
+    if is_nan:
+        raise_nan(logits)
+    text.finished[row] = tokens[-1] in text.ends or len(tokens) >= text.room_of(row)
     text.fresh[row] += tokens
     text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
     text.emitted += len(tokens)
@@ -207,15 +210,9 @@ def read_walk(walked: torch.Tensor, tree: Tree, logits: torch.Tensor, text: Text
     for place, (row, (nodes, tokens, marks)) in enumerate(zip(text.running, walked.tolist(), strict=True)):  # one sync
         path = [node for node in nodes if node >= 0]
         paths.append(path)
-        if not path:  # it has ended
-            continue
-        count = len(path)
-        text.found_no_drafts |= tree.size > 1 and marks[0] < 2
-        if any(mark % 2 for mark in marks[:count]):
-            raise_nan(logits[place])
-        room = text.max_length - text.input_ids[row].shape[1]
-        text.finished[row] = tokens[count - 1] in text.ends or count >= room
-        _emit(text, row, tokens[:count], walked[place, 1:2, :count])
+        if path:  # else it has ended
+            is_nan, new = any(mark % 2 for mark in marks[: len(path)]), walked[place, 1:2, : len(path)]
+            _emit(text, row, tokens[: len(path)], new, logits[place], is_nan, tree.size > 1 and marks[0] < 2)
     return paths
 
 
