@@ -112,7 +112,7 @@ class GraphDrafter(CloverDrafter):
         hidden, next_tokens, positions, counts, state, roots, *more = inputs
         foresight = None if temperature is None else Foresight(more.pop(), temperature)
         state = self._taken_in(hidden, next_tokens, positions, counts, state)
-        tree = self._grown(state, roots, counts, *more, nodes=nodes, shape=shape, foresight=foresight)
+        tree = self._grown(state, roots, counts, more, nodes, shape, foresight)
         return state, tree.packed(), tree.log_probs
 
     def _last(self) -> list[torch.Tensor]:
@@ -123,7 +123,10 @@ class GraphDrafter(CloverDrafter):
         """Of the cache behind the text, that a tree takes while it grows."""
         return 0
 
-    def _grown(self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, **how: Any) -> Tree:
+    def _grown(
+        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
+    ) -> Tree:
+        """`last`: what `_last` gave; `how`: nodes, shape and foresight."""
         to_recall, slots = None, self.cache.slots
         if self.has_block and self.config.recall:
             values, tokens = self.cache.layers[-2].values, self.cache.layers[-1].keys
@@ -132,7 +135,7 @@ class GraphDrafter(CloverDrafter):
                 torch.arange(slots.seen_columns, device=roots.device) < slots.starts + counts[:, None]
             )  # [B, C]
             to_recall = tokens[:, 0, :, 0], values, visible[:, None, None]
-        return grow(self.heads, state, to_recall, roots, **how)
+        return grow(self.heads, state, to_recall, roots, *how)
 
     def _taken_in(
         self,
@@ -225,10 +228,10 @@ class GraphPathDrafter(GraphDrafter, PathDrafter):
         return beams * (self.config.draft_depth - 1)
 
     def _grown(
-        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, *last: torch.Tensor, **how: Any
+        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
     ) -> Tree:
         levels = StaticLevels(self, state, last[0], self.cache.slots.starts + counts[:, None])
-        return grow_in_shape(self.heads, levels.expand, roots, **how)
+        return grow_in_shape(self.heads, levels.expand, roots, *how)
 
 
 class StaticLevels(Levels):
