@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from .cache import Slots
+from .graphs import filled
 from .one_by_one import one_by_one
 from .private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
 from .ranks import any_goes_on
@@ -115,8 +115,8 @@ class ChainRun(Run):
         self._captured.clear()
         outputs = self.target(**inputs_of_step(self.target, ids, inputs, fed, width), return_dict=True)
         self._staged = tokens, outputs, width
-        self.hidden = _padded(self._take_hidden()[:, -width:], size)
-        return _padded(outputs.logits[:, -width:], size)
+        self.hidden = filled(self._take_hidden()[:, -width:], size, 1)
+        return filled(outputs.logits[:, -width:], size, 1)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the first nodes of the chain, as many of each row."""
@@ -186,12 +186,6 @@ def _cut(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
     """`inputs` as they were a few tokens before."""
     names = [name for name in ("attention_mask", "position_ids", "token_type_ids") if inputs.get(name) is not None]
     return {**inputs, **{name: inputs[name][..., :-columns] for name in names}}
-
-
-def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, width, .] -> [B, size, .]"""
-    missing = size - values.shape[1]
-    return F.pad(values, (0, 0, 0, missing)) if missing else values
 
 
 def copied(value: Any) -> Any:
