@@ -20,7 +20,7 @@ import torch
 
 import hf_clover  # noqa: F401  (installs the hook)
 from hf_clover.decoding import loop
-from hf_clover.decoding.budget import FixedBudget, check_nodes
+from hf_clover.decoding.budget import Budget, check_nodes
 
 # A shell starts what runs in its background with Ctrl-C ignored, and programs started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,7 +88,7 @@ def muon_in_float32(monkeypatch):
     monkeypatch.setattr("hf_clover.training.optimizers.multiplies_bfloat16_fast", lambda device: False)
 
 
-class PinnedBudget(FixedBudget):
+class PinnedBudget(Budget):
     """In the automatic budget's place: what that chooses depends on the time that steps take."""
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:

@@ -33,15 +33,15 @@ MUTATIONS = (
     Mutation(
         name="the greedy walk goes on after the end of a text",
         file="decoding/walk.py",
-        line="text.finished[row] = chosen[node] in text.ends or len(path) >= room",
-        broken="text.finished[row] = len(path) >= room",
+        line="ends = chosen[node] in text.ends or len(path) >= room",
+        broken="ends = len(path) >= room",
         tests=("test_walk.py::test_several_ends_of_sequence",),
     ),
     Mutation(
         name="the greedy walk emits one token more than there is room for",
         file="decoding/walk.py",
-        line="room = text.max_length - input_ids.shape[1]",
-        broken="room = text.max_length - input_ids.shape[1] + 1",
+        line="children, room = _children_of_row(tokens, parents, valid), text.room_of(row)",
+        broken="children, room = _children_of_row(tokens, parents, valid), text.room_of(row) + 1",
         tests=("test_walk.py::test_max_length_in_the_middle_of_a_walk",),
     ),
     Mutation(

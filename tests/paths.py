@@ -9,7 +9,7 @@ Shapes: T positions, f numbers of a state as the heads read it.
 import pytest
 import torch
 
-from hf_clover.decoding.interfaces import Drafter
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.tree import Tree
 from hf_clover.network.modeling_heads import DraftHeads
 
@@ -53,7 +53,9 @@ def nodes_as_if_alone(heads: DraftHeads, tree: Tree, hidden: list[torch.Tensor],
     return looked_at
 
 
-def fed(heads: DraftHeads, widths: tuple[int, ...] = (5, 4)) -> tuple[Drafter, list[torch.Tensor], list[list[int]]]:
+def fed(
+    heads: DraftHeads, widths: tuple[int, ...] = (5, 4)
+) -> tuple[CloverDrafter, list[torch.Tensor], list[list[int]]]:
     """A drafter of two rows of unequal text, the second one padded, that got it in pieces of these widths; and the
     rows' hidden states and tokens."""
     torch.manual_seed(5)

@@ -27,8 +27,8 @@ from hf_clover.decoding.budget import (
     PLAIN_EVERY,
     Acceptance,
     AutomaticBudget,
+    Budget,
     Experience,
-    FixedBudget,
     check_nodes,
     make_budget,
 )
@@ -94,7 +94,7 @@ def heads(target):
 
 def test_which_budget(target, heads):
     fixed = make_budget(7, False, target, heads)
-    assert isinstance(fixed, FixedBudget)
+    assert isinstance(fixed, Budget)
     assert [fixed.ask([9] * rows) for rows in (1, 4)] == [(7, 0)] * 2
     assert make_budget(None, False, target, heads).sizes == list(SIZES)
     assert make_budget(12, True, target, heads).sizes == [size for size in SIZES if size <= 12]
@@ -390,7 +390,7 @@ def test_copies_are_verified_where_the_heads_are_not_needed():
     assert costs.resting == 3
     budget.since_plain, costs.advantage = PLAIN_EVERY, 0.9
     assert budget.ask([100], copies=sure) == (0, 0), "time to see what a plain step costs"
-    assert FixedBudget(4).ask([100], copies=sure) == (4, 0)
+    assert Budget(4).ask([100], copies=sure) == (4, 0)
 
 
 def test_what_copies_are_worth_says_nothing_of_places_without_any():
@@ -740,7 +740,7 @@ def test_the_heads_see_later_what_they_did_not_draft(target):
     for rests in (False, True):
         seen = trees.setdefault(rests, [])
 
-        class Alternating(FixedBudget):
+        class Alternating(Budget):
             def ask(self, lengths, replayed=0, copies=None):
                 return 0 if rests and max(lengths) % 3 else self.nodes, 0  # noqa: B023
 
@@ -765,7 +765,7 @@ def test_it_is_told_how_far_each_row_is(target):
     heads = fit(CloverHeads.from_target(target), target)
     told = []
 
-    class Watching(FixedBudget):
+    class Watching(Budget):
         def cut(self, tree, rows, lengths):
             told.append((tree.tokens[rows, 0].tolist(), list(lengths)))
             return tree

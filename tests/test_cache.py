@@ -153,38 +153,6 @@ def test_growth_across_a_block(start):
     assert len(places) <= 3
 
 
-def test_a_fixed_capacity_refuses_and_stays_whole():
-    cache, model = TreeCache(1, capacity=8), Model(2)
-    fill(cache, model, 5)
-    cache.finish_filling(2)
-    assert cache.layers[0].get_max_length() == 8
-    assert TreeCache(1).layers[0].get_max_length() == -1
-    place = cache.layers[0].keys.data_ptr()
-    refusal = r"`num_assistant_tokens` asks for a tree that needs 9 cache slots, but the cache holds 8: lower"
-    with pytest.raises(ValueError, match=refusal), cache.staged(4):
-        pytest.fail("nothing may be written")
-    new = stage(cache, model, 3)  # exactly full
-    commit(cache, model, new, [[0, 2], [1]])
-    assert_holds(cache, model)
-    assert cache.lengths == [7, 6]
-    with pytest.raises(ValueError, match=r"`num_assistant_tokens` .* needs 10 .* holds 8"), cache.staged(3):
-        pytest.fail("the longest row has no room")
-    new = stage(cache, model, 1)
-    commit(cache, model, new, [[0], [0]])
-    assert_holds(cache, model)
-    assert cache.layers[0].keys.data_ptr() == place, "a fixed cache stays where it is"
-    assert cache.layers[0].keys.shape[2] == 8
-
-
-def test_a_fixed_capacity_refuses_a_prompt_too():
-    cache = TreeCache(1, capacity=8)
-    with pytest.raises(ValueError, match=r"`num_assistant_tokens` .* needs 9 cache slots, but the cache holds 8"):
-        cache.update(*states([list(range(9))], 0), 0)
-    fitting = TreeCache(1, capacity=8)
-    fitting.update(*states([list(range(8))], 0), 0)
-    assert fitting.layers[0].keys.shape[2] == 8
-
-
 def test_an_exception_inside_leaves_the_cache_as_it_was():
     cache, model = TreeCache(1), Model(2)
     fill(cache, model, 4)

@@ -14,15 +14,15 @@ from transformers import DynamicCache, StaticCache
 from trees import random_tree, running, walk_of
 from zoo import ZOO, build, ragged_batch
 
-from hf_clover import CloverHeads, speculations
-from hf_clover.decoding import drafting, graph_drafting, graph_rules, graphs, static_cache
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.graph_drafting import GraphDrafter
+from hf_clover import CloverHeads, Eagle3Heads, speculations
+from hf_clover.decoding import cache, drafting, graph_drafting, graph_rules, graphs, static_cache
+from hf_clover.decoding.graph_drafting import IN_GRAPHS
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_memory import memory_of
 
 pytestmark = pytest.mark.usefixtures("captures")
 VOCABULARY, NEW = 16, 40
+SHORT = ("clover-x", "eagle-3")  # kinds of heads
 DECODING = pytest.mark.long("hf_clover/decoding", "hf_clover/network")  # one kind of each is in the short set
 TREES = [name for name, case in ZOO.items() if case.route == "tree" and case.available]
 KINDS = {
@@ -33,6 +33,8 @@ KINDS = {
     "medusa": ("medusa", {}),
     "levels": ("clover-2", {"draft_tree": "levels"}),
     "draft vocabulary": ("clover-2", {"draft_vocab_size": 9}),
+    "eagle-3": ("eagle-3", {}),
+    "eagle-3 in levels": ("eagle-3", {"draft_tree": "levels", "num_hidden_layers": 2, "draft_vocab_size": 9}),
 }
 
 
@@ -112,6 +114,22 @@ def test_the_tokens_and_drafts_of_an_eager_call(target, inputs, do_sample, captu
     assert mine.accepted_tokens > 0
     assert 0 < made[1] < captures.replayed
     assert made[2] == made[1]
+
+
+def test_eagle_heads(target, inputs, captures):  # noqa: F811
+    heads, common = Eagle3Heads.from_target(target), {**inputs, "max_new_tokens": NEW}
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    plain, drafting = target.generate(**common), {"assistant_model": heads, "num_assistant_tokens": 12}
+    eager, its = told(target, **common, **drafting, disable_compile=True)
+    assert captures.made == 0
+    tokens, mine = told(target, **common, **drafting)
+    assert tokens.tolist() == eager.tolist() == plain.tolist()
+    assert mine.accepted_by_depth == its.accepted_by_depth
+    assert mine.accepted_tokens > 0
+    assert memory_of(heads).idle_cache.graphs.made, "of drafts"
 
 
 def test_a_text_that_grows_over_every_edge(target, inputs, captures, monkeypatch):  # noqa: F811
@@ -319,7 +337,7 @@ def test_experts_that_run_one_by_one(captures, caplog, monkeypatch):  # noqa: F8
     assert captures.made > 0
 
 
-@pytest.mark.parametrize("how", ["reads the host", "copies from the host", "calls the host", "has no memory"])
+@pytest.mark.parametrize("how", ["reads the host", "copies from the host", "calls the host"])
 def test_where_a_capture_fails_everything_stays_eager(target, how, captures, monkeypatch, caplog):  # noqa: F811
     heads, inputs = fit(CloverHeads.from_target(target), target), ragged_batch(VOCABULARY, (7,))
     grow = graph_drafting.grow
@@ -333,12 +351,6 @@ def test_where_a_capture_fails_everything_stays_eager(target, how, captures, mon
             state.tolist()
         return grow(heads, state, *more)
 
-    if how == "has no memory":
-
-        def short(self, *args):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        monkeypatch.setattr(graphs.Graph, "__init__", short)
     monkeypatch.setattr(graph_drafting, "grow", waiting)
     monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
     common = {**inputs, "max_new_tokens": NEW, "do_sample": False, "assistant_model": heads}
@@ -350,12 +362,14 @@ def test_where_a_capture_fails_everything_stays_eager(target, how, captures, mon
             assert mine.accepted_tokens == its.accepted_tokens > 0
     said = [record.message for record in caplog.records]
     assert sum(message.startswith("Drafts run eagerly from here on") for message in said) == 1
-    assert ("Forwards over trees run eagerly" in str(said)) == (how == "has no memory")
+    assert "Forwards over trees run eagerly" not in str(said)
     assert "`disable_compile=True` leaves graphs out from the beginning" in said[0]
 
 
-def test_a_target_whose_replays_are_wrong(target, captures, caplog, monkeypatch):  # noqa: F811
-    """A number that was written down: the trial sees it, since it replays with other tokens at other places."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_target_whose_replays_are_wrong(target, fails, captures, caplog, monkeypatch):  # noqa: F811
+    """A number that was written down: the trial sees it, since it replays with other tokens at other places. Or its
+    forward cannot run over such a cache."""
     inputs = ragged_batch(VOCABULARY, (7,))
     heads, rotary = CloverHeads.from_target(target), target.model.rotary_emb
     forward = type(rotary).forward
@@ -363,6 +377,8 @@ def test_a_target_whose_replays_are_wrong(target, captures, caplog, monkeypatch)
     def remembering(self, x, position_ids):
         if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:  # while it is captured
             position_ids = position_ids.clone().fill_(3)
+        if fails and position_ids.shape[-1] == 8:  # filled up
+            raise TypeError("takes no such positions")
         return forward(self, x, position_ids)
 
     monkeypatch.setattr(type(rotary), "forward", remembering)
@@ -373,7 +389,8 @@ def test_a_target_whose_replays_are_wrong(target, captures, caplog, monkeypatch)
         plain, (ours, mine), _ = all_three(target, heads, inputs)
     assert torch.equal(ours, plain)
     assert mine.accepted_tokens > 0
-    assert sum("their replays give other logits" in record.message for record in caplog.records) == 1
+    reason = r"a trial of them failed \(TypeError: takes no such" if fails else "their replays give other logits"
+    assert sum(bool(re.search(reason, record.message)) for record in caplog.records) == 1
 
 
 def test_a_graph_makes_room_for_another(monkeypatch, captures):  # noqa: F811
@@ -385,6 +402,86 @@ def test_a_graph_makes_room_for_another(monkeypatch, captures):  # noqa: F811
         assert several.run(key, lambda x, key=key: (x + key,), [value])[0].tolist() == [key, key + 1, key + 2]
     assert list(several.made) == [3, 1]
     assert captures.made == 3
+
+
+# ---------------------------------------------------------------------- without memory
+
+
+def out_of_memory(*args):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_a_capture_that_finds_no_memory_is_tried_again_without_the_others(captures, caplog, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
+    several, value, failing = graphs.Graphs(torch.device("cpu"), "Sums"), torch.arange(3), []
+
+    def capture(function, pool):
+        if failing:
+            failing.pop()
+            out_of_memory()
+        return captures(function, pool)
+
+    def run(key, failures=0):
+        failing[:] = [True] * failures
+        assert several.run(key, lambda x: (x + key,), [value])[0].tolist() == [key, key + 1, key + 2]
+
+    several.capture = capture
+    with caplog.at_level("WARNING"):
+        for key, failures in ((1, 0), (1, 0), (2, 0), (2, 1), (2, 0)):
+            run(key, failures)
+        assert list(several.made) == [2]
+        assert several.has_replayed
+        assert caplog.records == []
+        for failures in (0, 2, 0):
+            run(3, failures)
+    assert (several.made, several.is_short, several.has_replayed) == ({}, True, False)
+    assert [record.message.partition(".")[0] for record in caplog.records] == [
+        "Sums run eagerly from here on: there is no memory for a graph"
+    ]
+
+
+@pytest.mark.parametrize(
+    "where", ["captures", "the first buffer", "a later layer", "the text grows", "its later layer"]
+)
+def test_a_call_without_memory_goes_on_eagerly(target, inputs, where, captures, caplog, monkeypatch):  # noqa: F811
+    """With the same tokens and drafts, one warning for the target and one for the heads; the next call has graphs."""
+    monkeypatch.setattr(static_cache, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(static_cache, "ROOM", 8)
+    monkeypatch.setattr(cache, "BLOCK", 24)  # of which no multiple is a power of two, as what doubles is
+    monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
+    heads = CloverHeads.from_target(target)
+    told(target, **inputs, max_new_tokens=4, assistant_model=heads)  # the trial of a new target
+    memory_of(target).idle_cache = memory_of(heads).idle_cache = None
+    resized, layers = cache.TreeLayer._resized, 0
+    beyond = 128 if where in ("the text grows", "its later layer") else 0
+
+    def short(old, capacity):
+        nonlocal layers
+        if capacity > beyond and capacity.bit_count() == 1:
+            layers += 1
+            if layers > ("later" in where):
+                out_of_memory()
+        return resized(old, capacity)
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        if where == "captures":
+            patch.setitem(graphs.CAPTURES, "cpu", out_of_memory)
+        else:
+            patch.setattr(cache.TreeLayer, "_resized", staticmethod(short))
+        before = captures.made
+        plain, (ours, mine), (_, its) = all_three(target, heads, inputs, max_new_tokens=120)
+        assert torch.equal(ours, plain)
+        assert mine.accepted_by_depth == its.accepted_by_depth
+        assert mine.accepted_tokens > 50
+        assert (captures.made > before) == (beyond > 0)
+    said = [record.message for record in caplog.records]
+    assert all(re.search("eagerly from here on: there is no memory for", message) for message in said)
+    assert 1 <= sum(message.startswith("Forwards over trees") for message in said) <= len(said) <= 2
+    assert memory_of(target).idle_cache is None, "its memory goes to whoever needs it"
+    before = captures.replayed
+    plain, (ours, _), _ = all_three(target, heads, inputs)
+    assert torch.equal(ours, plain)
+    assert captures.replayed > before
 
 
 # ---------------------------------------------------------------------- drafts
@@ -415,20 +512,24 @@ def assert_same_tree(mine, its):
             assert log_prob == pytest.approx(paths[1][path], abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["clover-x", *(pytest.param(k, marks=DECODING) for k in KINDS if k != "clover-x")])
+@pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=DECODING) for k in KINDS])
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):  # noqa: F811
     """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
     monkeypatch.setattr(drafting, "MOST_WAITING", 12)
     variant, fields = KINDS[kind]
-    heads = CloverHeads.from_target(target, variant, **fields).bind(target)
+    if variant == "eagle-3":
+        heads = Eagle3Heads.from_target(target, **fields).bind(target)
+    else:
+        heads = CloverHeads.from_target(target, variant, **fields).bind(target)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in heads.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    batch, length, size = 3, 11, heads.config.hidden_size
+    batch, length, size = 3, 11, heads.config.hidden_size * max(len(heads.feature_layers), 1)
     mask = torch.arange(length) >= torch.tensor([0, 4, 2])[:, None] if padded else None
-    slow, fast = CloverDrafter(heads, mask), GraphDrafter(heads, mask, None, batch, length, 128)
+    slow = heads.new_drafter(heads, mask)
+    fast = IN_GRAPHS[type(slow)](heads, mask, None, batch, length, 128)
     at = [length] * batch
     prompt = settled(batch, length, size, [0] * batch, generator)
     for drafter in (slow, fast):

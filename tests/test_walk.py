@@ -28,9 +28,10 @@ from transformers import (
 )
 
 from hf_clover.decoding import state
+from hf_clover.decoding.masks import ancestors_of
 from hf_clover.decoding.state import Text
 from hf_clover.decoding.tree import Tree, chain_of, root_only, with_chain
-from hf_clover.decoding.walk import greedy_walk, replay
+from hf_clover.decoding.walk import greedy_walk, read_walk, replay, walk_in_tensors
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 seeds = st.integers(0, 2**32 - 1)
@@ -229,6 +230,18 @@ def start(table, config, criteria, processors=(), streamer=None):
 # ---------------------------------------------------------------------- greedy
 
 
+def walk_of_a_graph(tree, logits, text):
+    """Within a graph, where trees and rows are filled up to sizes that there are."""
+    batch, size = tree.tokens.shape
+    packed = torch.nn.functional.pad(tree.packed(), (0, 3, 0, 1))
+    logits, full = torch.nn.functional.pad(logits, (0, 0, 0, 3, 0, 1)), size + 3
+    limits = torch.nn.functional.pad(text.limits(), (0, 0, 0, 1))
+    walked = walk_in_tensors(packed, ancestors_of(packed[1], full.bit_length()), logits, limits)
+    assert walked.shape == (batch + 1, 3, full)
+    assert (walked[batch, 0] == -1).all()
+    return read_walk(walked[:batch], tree, logits[:batch], text)
+
+
 def test_greedy_walk_is_replay_is_plain_generate():
     seen, kinds = Counter(), Counter()
 
@@ -241,19 +254,20 @@ def test_greedy_walk_is_replay_is_plain_generate():
         config = config_of(eos)
         truth, ended_at, _, _ = plain(table, LogitsProcessorList(), criteria_of(max_length, eos), config)
         texts, steps = [], []
-        for walk in (greedy_walk, replay):
+        for walk in (greedy_walk, replay, walk_of_a_graph):
             text = start(table, config, criteria_of(max_length, eos))
             assert text.is_plain_greedy
             assert text.in_lockstep == (batch == 1)
             steps.append(speculate(walk, table, truth, text, seed, nodes, skill, seen if walk is replay else None))
             texts.append(text)
-        fast, slow = texts
-        assert steps[0] == steps[1]
-        assert fast.finished == slow.finished == [True] * batch
-        assert torch.equal(fast.sequences(), truth)
-        assert torch.equal(slow.sequences(), truth)
-        assert fast.emitted == slow.emitted == sum(ended_at) - table.prompt.numel()
-        assert [len(row) for row in fast.rows()] == [len(row) for row in slow.rows()] == ended_at
+        assert steps[0] == steps[1] == steps[2]
+        for text in texts:
+            assert text.finished == [True] * batch
+            assert torch.equal(text.sequences(), truth)
+            assert text.emitted == sum(ended_at) - table.prompt.numel()
+            assert [len(row) for row in text.rows()] == ended_at
+            assert [len(new) for new in text.take_fresh()] == [end - table.prompt.shape[1] for end in ended_at]
+            assert text.found_no_drafts == texts[1].found_no_drafts
         kinds["ragged"] += len(set(ended_at)) > 1
         kinds["early"] += max(ended_at) < max_length
         kinds["full"] += max(ended_at) == max_length
@@ -300,7 +314,7 @@ def test_one_walk_on_any_tree():
             below = [n for n in range(1, len(tokens)) if valid[n] and parents[n] == node and tokens[n] == picks[node]]
             node = below[0] if below else None
         is_finished = len(expected) == room or expected[-1] in eos
-        for walk in (greedy_walk, replay):
+        for walk in (greedy_walk, replay, walk_of_a_graph):
             prompt = torch.tensor([[2, 1]])
             text = Text.start(
                 prompt, LogitsProcessorList(), criteria_of(2 + room, sorted(eos)), config_of(sorted(eos)), None
@@ -315,7 +329,7 @@ def test_one_walk_on_any_tree():
     assert_depths(depths, deep=3)
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 @pytest.mark.parametrize("room", [1, 2, 4, 6, 7, 20])
 def test_max_length_in_the_middle_of_a_walk(walk, room):
     """A chain of six right tokens, and room for fewer: the walk stops there, and the text is finished."""
@@ -330,7 +344,7 @@ def test_max_length_in_the_middle_of_a_walk(walk, room):
     assert text.emitted == count
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 @pytest.mark.parametrize(("eos", "length"), [([3], 3), ([4, 3], 3), ([4], 5), ([2, 4, 3], 1), ([9, 8], 7), ([2], 1)])
 def test_several_ends_of_sequence(walk, eos, length):
     """The first of any of them, in one criterion or several, ends the walk and is itself emitted."""
@@ -524,7 +538,7 @@ def test_a_stateful_processor_is_called_once_per_token_in_order(batch, do_sample
     assert sum(count for depth, count in seen.items() if depth > 1) > 10, seen
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 def test_a_streamer_gets_vectors_in_order(walk):
     seen = Counter()
 
@@ -542,7 +556,7 @@ def test_a_streamer_gets_vectors_in_order(walk):
     assert sum(count for depth, count in seen.items() if depth > 1) > 10, seen
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 def test_a_streamer_may_cancel(walk):
     """transformers' server cancels by raising from `put`: the exception is the caller's to see."""
 
@@ -647,7 +661,7 @@ def test_row_wise_processors_row_by_row(name, do_sample):
 # ---------------------------------------------------------------------- NaN
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_nan_where_the_walk_goes_is_an_error(walk, node):
     tree = chain_of(torch.tensor([[1, 2, 3], [1, 2, 3]]))
@@ -660,7 +674,7 @@ def test_nan_where_the_walk_goes_is_an_error(walk, node):
             walk(part, logits[-batch:], text)
 
 
-@pytest.mark.parametrize("walk", [greedy_walk, replay])
+@pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 def test_nan_elsewhere_is_nobodys_business(walk):
     """At a node off the path, at a node that is not valid, after the end, and in a finished row."""
     tree = chain_of(torch.tensor([[1, 2, 3, 1], [1, 3, 3, 1], [1, 2, 3, 1]]))

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig
 
+from hf_clover.decoding.graph_rules import why_no_graphs
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import Tree
 
@@ -38,7 +39,8 @@ def running(target, inputs, longest=LONGEST, **settings):
     mask = inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, "logits_to_keep": 1}
-    run = TargetRun(target, GenerationConfig(max_length=longest, **settings), kwargs)
+    config = GenerationConfig(max_length=longest, **settings)
+    run = TargetRun(target, config, kwargs, in_graphs=why_no_graphs(target, config) is None)
     with run.open(), torch.no_grad():
         run.prefill(inputs["input_ids"], limit=longest)
         yield run

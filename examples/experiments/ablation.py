@@ -33,7 +33,7 @@ from drafters import DEPTH, EVERY, ROW, ask, chain_by_depth, full_rows, read_que
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.decoding.interfaces import Drafter
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.making.last_layer import LastLayer
 from hf_clover.making.scales import embedding_scale
 
@@ -147,7 +147,7 @@ def draft_milliseconds(
     size = target.config.get_text_config(decoder=True).hidden_size
     drafters, seconds = {}, {label: [] for label in labels}
 
-    def take_in(drafter: Drafter, start: int, count: int) -> None:
+    def take_in(drafter: CloverDrafter, start: int, count: int) -> None:
         hidden = torch.randn(1, count, size, dtype=target.dtype, device=target.device)
         tokens = torch.ones(1, count, dtype=torch.long, device=target.device)
         drafter.extend(hidden, tokens, start + torch.arange(count, device=target.device)[None], [count])

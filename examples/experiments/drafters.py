@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_clover import CloverHeads, CloverTrainer, Eagle3Heads
-from hf_clover.decoding import interfaces
+from hf_clover.decoding.drafting import CloverDrafter
 from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.measure.benchmark import batch_of
 from hf_clover.measure.prompts import load_questions
@@ -287,7 +287,7 @@ def right_drafts(
 @torch.no_grad()
 def along(
     heads: DraftHeads, target: PreTrainedModel, rows: torch.Tensor, stops: Iterable[int]
-) -> Iterator[tuple[int, interfaces.Drafter]]:
+) -> Iterator[tuple[int, CloverDrafter]]:
     """A drafter that follows the texts `rows` [N, L], at each place of `stops`: of the last token that it knows."""
     teacher, drafter = Teacher(target, heads), heads.new_drafter(heads)
     hidden = teacher.features(teacher.hidden_states({"input_ids": rows}))  # [N, L, f] as the heads read it

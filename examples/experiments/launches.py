@@ -28,7 +28,6 @@ from hf_clover import CloverHeads
 from hf_clover.decoding import graphs, loop, support, tree
 from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.graph_drafting import GraphDrafter
 from hf_clover.decoding.heads_run import HeadsRun
 from hf_clover.decoding.target_run import TargetRun
 
@@ -37,11 +36,11 @@ LAYERS, VOCABULARY, NODES = 36, 2000, 24
 PARTS = {  # what of a step is where; what a part calls that is one itself counts there
     "verify": [(TargetRun, "verify")],
     "masks": [(TargetRun, "_masks")],
-    "walk": [(loop, "greedy_walk"), (loop, "replay")],
+    "walk": [(loop, "greedy_walk"), (loop, "read_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
     "take-in": [(HeadsRun, "take_in")],
     "budget": [(AutomaticBudget, "ask")],  # what it reads are copies, which are on the host already
-    "draft": [(CloverDrafter, "draft"), (GraphDrafter, "draft")],
+    "draft": [(CloverDrafter, "draft")],
 }
 NOTHING = {"_unsafe_view", "empty", "new_empty", "empty_like", "empty_strided"}  # are launched by no operator of these
 READS = {"_local_scalar_dense", "nonzero", "equal"}

@@ -23,7 +23,7 @@ from drafters import along, ask, read_questions
 from transformers import PreTrainedModel, set_seed
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience, FixedBudget
+from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience
 from hf_clover.decoding.copying import Copies
 from hf_clover.decoding.costs import SIZES
 from hf_clover.decoding.foresight import Foresight, FromDice
@@ -190,7 +190,7 @@ def run(name: str, answers: Sequence[Recorded], seed: int, nodes: int | None = N
     machine, experience, order = Machine(name, seed), Experience(), list(answers)
     machine.rng.shuffle(order)
     for first in range(0, len(order), rows):
-        budget = AutomaticBudget(experience, SIZES[-1], None, None) if nodes is None else FixedBudget(nodes)
+        budget = AutomaticBudget(experience, SIZES[-1], None, None) if nodes is None else Budget(nodes)
         machine.answer([order[place % len(order)] for place in range(first, first + rows)], budget)
     return machine
 

@@ -23,6 +23,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_clover import CloverHeads, pack_for_cpu
 from hf_clover.decoding.drafting_copy import drafting_copy
+from hf_clover.decoding.graph_rules import why_no_graphs
 from hf_clover.decoding.private_api import cache_name
 from hf_clover.decoding.target_run import TargetRun
 from hf_clover.decoding.tree import root_only
@@ -44,7 +45,8 @@ def calls_of(
     """What is timed, by part and tokens; each leaves everything as it was."""
     mask = torch.ones_like(prompt)
     positions = torch.arange(prompt.shape[1], device=prompt.device)[None]
-    run = TargetRun(target, GenerationConfig(), {"attention_mask": mask, "position_ids": positions, "use_cache": True})
+    config, inputs = GenerationConfig(), {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+    run = TargetRun(target, config, inputs, in_graphs=why_no_graphs(target, config) is None)
     stack.enter_context(run.open())
     token = run.prefill(prompt)[:, -1].argmax(-1)  # [1]
     drafter = heads.new_drafter(drafting_copy(heads.bind(target), target))

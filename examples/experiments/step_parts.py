@@ -35,7 +35,7 @@ from hf_clover.measure.prompts import held_out_sources
 PARTS = {  # of a step with heads: where each is
     "verify": [(TargetRun, "verify")],
     "draft": [(CloverDrafter, "draft"), (CloverDrafter, "extend")],
-    "walk": [(loop, "greedy_walk"), (loop, "replay")],
+    "walk": [(loop, "greedy_walk"), (loop, "read_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
 }
 KERNELS = 12  # of the longest, in all

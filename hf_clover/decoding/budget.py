@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of
 from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, SIZES_IN_GRAPHS, START, Costs, Guess, cost_by_size
-from .interfaces import Budget
 from .target_memory import memory_of
 from .tree import Tree
 
@@ -69,22 +68,30 @@ def check_nodes(asked: Any, room: int | None = None) -> int | None:
 
 
 @dataclass
-class FixedBudget:
+class Budget:
+    """As many nodes for every tree; others are kinds of it. What a budget says changes time, never tokens."""
+
     nodes: int
-    in_graphs: bool = False
+    in_graphs: bool = False  # what it is asked about runs in graphs: there are few sizes, and costs of their own
 
     @property
     def most_nodes(self) -> int:
+        """That any tree will have, without its root."""
         return self.nodes
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
+        """Before a draft: how many nodes the heads shall draft, and how many copied tokens are to be verified in a
+        step without them. `lengths`: of the texts of the unfinished rows; `replayed`: settled tokens that this step's
+        forward takes again; `copies` [rows, k]: joint log-probabilities of what is copied."""
         return self.nodes, 0
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
+        """After it: the part of `tree` that is worth verifying. `rows`: the unfinished ones among those of the tree;
+        `lengths`: of their texts."""
         return tree
 
     def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
-        pass
+        """After the walk: which nodes each unfinished row walked, and what the step took."""
 
 
 # ---------------------------------------------------------------------- what is learned
@@ -163,7 +170,7 @@ class Experience:
 # ---------------------------------------------------------------------- automatic
 
 
-class AutomaticBudget:
+class AutomaticBudget(Budget):
     def __init__(
         self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable, guess: Guess = ON_CPU
     ) -> None:
@@ -192,11 +199,8 @@ class AutomaticBudget:
         return [size for size in every if size in SIZES_IN_GRAPHS or size == every[-1]] if self.in_graphs else every
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
-        """How many nodes the heads shall draft, and how many copied tokens are to be verified in a step without them:
-        where they rest, or where copies promise much more than drafting gave lately.
-
-        `lengths`: of the texts of the rows that are unfinished; `replayed`: settled tokens that this step's forward
-        takes again, each as dear as a node; `copies` [rows, k]: joint log-probabilities of what is copied."""
+        """A step goes without the heads where they rest, or where copies promise much more than drafting gave
+        lately."""
         self.copied, self.replayed, self.rest_gives = 0, replayed, 1.0
         costs = self._look_up(len(lengths), max(lengths))
         rests, shows_costs = costs.resting > 0, self._must_be_plain(costs)
@@ -215,7 +219,6 @@ class AutomaticBudget:
         return max(size for size in self.sizes if size <= reach), 0
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
-        """`rows`: those that are unfinished; `lengths`: of their texts."""
         self.drafted, self.log_probs = 0 if self.copied else tree.size - 1, None
         if not self.drafted or self.in_graphs:
             return tree
@@ -228,7 +231,6 @@ class AutomaticBudget:
         return tree.first(best)
 
     def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
-        """`paths` of the rows that were unfinished."""
         nodes = tree.size - 1
         self.since_plain += 1
         with self.experience.lock:
@@ -403,7 +405,7 @@ def make_budget(
     """`asked` nodes at every step, or, where it is None or a ceiling, as many as pay."""
     asked = check_nodes(asked, room)
     if asked is not None and not is_ceiling:
-        return FixedBudget(asked)
+        return Budget(asked)
     ceiling = min(limit for limit in (asked, room, SIZES[-1]) if limit is not None)
     experience = memory_of(target).experience.setdefault(heads, Experience())
     device = device_of(target)

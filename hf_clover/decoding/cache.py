@@ -4,8 +4,8 @@ Contract: a `Cache` whose layers own buffers [B, kv_heads, capacity, head_dim] a
 in two ways. *Filling* (prefill): every row gets the same new columns, as in a `DynamicCache`. *Staged*
 (`with cache.staged(n)`): n entries per row go after that row's own length and stay provisional until `commit` keeps
 some of them. Left padding stays in the cache; masking it is the caller's. Sliding-window layers keep all columns and
-the mask does the windowing. The capacity grows in blocks, or is fixed and refuses. `static_cache.py` has the one
-for CUDA graphs, whose addresses do not change.
+the mask does the windowing. The capacity grows in blocks. `static_cache.py` has the one for CUDA graphs, whose
+addresses do not change.
 """
 
 import math
@@ -21,8 +21,7 @@ BLOCK = 256
 class Slots:
     """Where the rows stand, shared by all layers."""
 
-    def __init__(self, capacity: int | None) -> None:
-        self.fixed_capacity = capacity
+    def __init__(self) -> None:
         self.lengths: list[int] = []  # per row, committed
         self.staged: int | None = None  # entries per row being written after `lengths`, or None when filling
         self.index: torch.Tensor | None = None  # [B, staged] slots, None where all rows stand at one length
@@ -44,18 +43,8 @@ class Slots:
 
     def capacity_for(self, columns: int) -> int:
         """Blocks of an eighth of the text at least, so that growing stays a small part of the work."""
-        if self.fixed_capacity is not None:
-            return self.fixed_capacity
         block = BLOCK * max(columns // 8 // BLOCK, 1)
         return -(-(columns + 1) // block) * block
-
-    def check(self, needed: int) -> None:
-        if self.fixed_capacity is not None and needed > self.fixed_capacity:
-            raise ValueError(
-                f"`num_assistant_tokens` asks for a tree that needs {needed} cache slots, but the cache holds "
-                f"{self.fixed_capacity}: lower `num_assistant_tokens`, or raise the cache's capacity "
-                "(`max_cache_len`, or `max_new_tokens`)."
-            )
 
 
 class TreeLayer(CacheLayerMixin):
@@ -88,9 +77,8 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(*like)
         if columns > self.keys.shape[2]:
-            self.slots.check(columns)
             capacity = self.slots.capacity_for(columns)
-            self._use([self._grown(buffer, capacity) for buffer in self.buffers])
+            self._use([self._resized(buffer, capacity) for buffer in self.buffers])
         if (self.keys.dtype, self.values.dtype) != (like[0].dtype, like[1].dtype):
             self._promote(like)
 
@@ -104,10 +92,10 @@ class TreeLayer(CacheLayerMixin):
             self.dtype = wide[0]
 
     @staticmethod
-    def _grown(old: torch.Tensor, capacity: int) -> torch.Tensor:
+    def _resized(old: torch.Tensor, capacity: int) -> torch.Tensor:
         *outer, held, dim = old.shape
         new = old.new_zeros(*outer, capacity, dim)  # what is masked must still be finite
-        new[..., :held, :] = old
+        new[..., :held, :] = old[..., :capacity, :]
         return new
 
     def update(
@@ -146,7 +134,7 @@ class TreeLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1 if self.slots.fixed_capacity is None else self.slots.fixed_capacity
+        return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
 
@@ -155,6 +143,7 @@ class Moves:
     """Which entries a commit moves, found once for all layers; `is_none` where all stand where they should."""
 
     def __init__(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        self.lengths, self.paths = lengths, paths
         self.moves = [
             (row, lengths[row] + entry, lengths[row] + place)
             for row, path in enumerate(paths)
@@ -191,8 +180,6 @@ class TreeCache(Cache):
     Args:
         num_layers (`int`):
             Of the model.
-        capacity (`int`, *optional*):
-            Slots of a row, which are then all that there are; it grows by default.
 
     Example:
 
@@ -213,14 +200,12 @@ class TreeCache(Cache):
     """
 
     layer_class: type[TreeLayer] = TreeLayer
+    slots_class: type[Slots] = Slots
     layers: list[TreeLayer]  # type: ignore[assignment]  # of this class alone
 
-    def __init__(self, num_layers: int, capacity: int | None = None) -> None:
-        self.slots = self._make_slots(capacity)
+    def __init__(self, num_layers: int) -> None:
+        self.slots = self.slots_class()
         super().__init__(layers=[self.layer_class(self.slots) for _ in range(num_layers)])
-
-    def _make_slots(self, capacity: int | None) -> Slots:
-        return Slots(capacity)
 
     @property
     def lengths(self) -> list[int]:
@@ -277,7 +262,6 @@ class TreeCache(Cache):
                 Tokens per row.
         """
         slots = self.slots
-        slots.check(max(slots.lengths, default=0) + entries)
         slots.staged = entries
         slots.index = None
         if slots.lengths and not slots.is_even:

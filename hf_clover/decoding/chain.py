@@ -1,6 +1,6 @@
 """The target's side of a step where it cannot verify a tree: one chain of drafts, over the target's own cache.
 
-Contract: `ChainRun` is to the loop what `TargetRun` is, for chains and rows in lockstep: every forward is one that
+Contract: `ChainRun` is a `Run` of chains and rows in lockstep: every forward is one that
 plain generate could have made, over several tokens in place of one, with the masks and positions that plain generate
 would give. Two ways to take back what was rejected:
 
@@ -17,44 +17,25 @@ Shapes: B batch, T prompt columns, n nodes of the chain with the root, d hidden 
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from .interfaces import Held
+from .cache import Slots
+from .graphs import filled
 from .one_by_one import one_by_one
-from .private_api import (
-    as_for_decoding,
-    cache_name,
-    inputs_after,
-    inputs_of_step,
-    is_the_users,
-    makes_inputs_itself,
-    read_prompt,
-)
+from .private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
 from .ranks import any_goes_on
-from .states import capture_states
+from .run import Run
 from .tree import Tree, root_only
 
 MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
 
 
-@dataclass
-class Lengths:
-    """Of each row, what the target's own cache holds of the text, and what it is to hold."""
-
-    lengths: list[int]
-
-
-class ChainRun:
-    shape: str | None = "chain"
-    in_graphs = can_drop_rows = False
-    is_warm = True
+class ChainRun(Run):
+    shape = "chain"
 
     def __init__(
         self,
@@ -65,58 +46,28 @@ class ChainRun:
         steps: bool = False,
         feature_layers: Sequence[int] = (),
     ) -> None:
-        """`replays`: by a copy of the cache and not by cropping it; `steps`: recurrent layers go one by one;
-        `feature_layers`: whose states the heads read, as `capture_states` takes them."""
-        self.target, self.generation_config, self.replays = target, config, replays
-        self.steps, self.feature_layers = steps, tuple(feature_layers)
-        self.model_kwargs = dict(model_kwargs)  # the prompt's
-        self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
-        self.known_columns = _columns(self.theirs)  # of an earlier turn
-        self.root_position: torch.Tensor  # [B, 1] of the chain that was committed last
-        self.hidden: torch.Tensor  # [B, n, f] of the last chain, as the heads read it
-        self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
-        self.cache = Lengths([])
+        """`replays`: by a copy of the cache and not by cropping it; `steps`: recurrent layers go one by one."""
+        super().__init__(target, config, model_kwargs, feature_layers)
+        self.replays, self.steps = replays, steps
+        self.cache = Slots()  # where rows stand, of what its own cache holds or is to hold
         self._behind = 0  # settled tokens that the target's cache does not hold
         self._ids: torch.Tensor  # [B, L] the settled text
         self._inputs: dict[str, Any]  # what plain generate would pass on for it
         self._left = 0  # tokens that may still be emitted
         self._staged: tuple[torch.Tensor, Any, int] | None = None  # a chain that is not committed: tokens, outputs, n
-        self._captured: list[torch.Tensor] = []
-        self._open, self._is_stepping = ExitStack(), False
-
-    @contextmanager
-    def open(self) -> Iterator["ChainRun"]:
-        with self._open:
-            self._open.enter_context(capture_states(self.target, self._captured, self.feature_layers))
-            self._open.enter_context(as_for_decoding(self.target))
-            yield self
-
-    def hold(self, context: AbstractContextManager[Held]) -> Held:
-        """Enters `context` for as long as this run is open."""
-        return self._open.enter_context(context)
-
-    @property
-    def has_the_users_cache(self) -> bool:
-        return is_the_users(self.theirs)
-
-    @property
-    def keeps_cache(self) -> bool:
-        return self.generation_config.return_dict_in_generate or self.has_the_users_cache
+        self._is_stepping = False
 
     @property
     def replayed(self) -> int:
-        """Tokens that the next forward takes beside those that a plain one would take."""
         return self._behind if self._has_cache else 0
 
     @property
     def must_settle(self) -> bool:
-        """Whether the next step should have no drafts, so that nothing need be replayed after it."""
         return self.replayed >= MOST_REPLAYED
 
     # ------------------------------------------------------------------ forwards
 
     def prefill(self, input_ids: torch.Tensor, limit: int) -> torch.Tensor:
-        """The prompt, as plain generate does it -> logits [B, 1, V] of its last token. `limit`: the text's length."""
         cache, given = self.theirs, dict(self.model_kwargs)
         if isinstance(cache, DynamicCache):
             given[cache_name()] = copied(cache)
@@ -164,8 +115,8 @@ class ChainRun:
         self._captured.clear()
         outputs = self.target(**inputs_of_step(self.target, ids, inputs, fed, width), return_dict=True)
         self._staged = tokens, outputs, width
-        self.hidden = _padded(self._take_hidden()[:, -width:], size)
-        return _padded(outputs.logits[:, -width:], size)
+        self.hidden = filled(self._take_hidden()[:, -width:], size, 1)
+        return filled(outputs.logits[:, -width:], size, 1)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         """Keep the first nodes of the chain, as many of each row."""
@@ -186,17 +137,11 @@ class ChainRun:
         self._left -= kept
         self.cache.lengths = [length + kept for length in self.cache.lengths]
 
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        raise NotImplementedError("rows of a chain go in lockstep: all of them stay to the end.")
-
     def _take_back(self) -> None:
         """A chain that nothing was kept of."""
         if self._staged is not None and not self.replays:
             self._inputs[self._name].crop(-self._staged[2])
         self._staged = None
-
-    def _take_hidden(self) -> torch.Tensor:
-        return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
 
     # ------------------------------------------------------------------ the cache that plain generate can continue
 
@@ -228,13 +173,6 @@ class ChainRun:
         return theirs
 
 
-def _columns(cache: Any) -> int:
-    try:
-        return int(cache.get_seq_length())
-    except (AttributeError, ValueError):  # there is none, or it keeps states only, which have no length
-        return 0
-
-
 def _as_of(target: PreTrainedModel, inputs: dict[str, Any], new: int) -> dict[str, Any]:
     """`inputs` as plain generate has them `new` tokens later."""
     inputs = dict(inputs)
@@ -248,12 +186,6 @@ def _cut(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
     """`inputs` as they were a few tokens before."""
     names = [name for name in ("attention_mask", "position_ids", "token_type_ids") if inputs.get(name) is not None]
     return {**inputs, **{name: inputs[name][..., :-columns] for name in names}}
-
-
-def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, width, .] -> [B, size, .]"""
-    missing = size - values.shape[1]
-    return F.pad(values, (0, 0, 0, missing)) if missing else values
 
 
 def copied(value: Any) -> Any:

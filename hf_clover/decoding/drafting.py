@@ -2,7 +2,8 @@
 
 Contract: `CloverDrafter` is fed what the target has just settled (hidden states and the tokens after
 them) and drafts a tree from there. It never looks at the target's logits and uses no random numbers of its own; it may
-be told those that plain generate is about to use (`foresight.py`).
+be told those that plain generate is about to use (`foresight.py`). Heads of another kind give a kind of it in
+`new_drafter`.
 
 Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V vocabulary.
 """
@@ -22,7 +23,6 @@ from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from .cache import TreeCache
 from .foresight import Foresight
-from .interfaces import Drafter
 from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only, with_path
 
 logger = logging.get_logger(__name__)
@@ -32,7 +32,7 @@ MOST_WAITING = 256  # steps, beside the prompt, that wait for a tree to be asked
 
 
 # What a conversation's drafter knows of it, kept as long as the user keeps the conversation's cache.
-_remembered: WeakKeyDictionary[Cache, tuple[Drafter, int]] = WeakKeyDictionary()
+_remembered: WeakKeyDictionary[Cache, tuple["CloverDrafter", int]] = WeakKeyDictionary()
 
 
 def drafter_of_conversation(kind: type, network: DraftHeads, cache: Cache | None, rows: int, columns: int) -> Any:
@@ -163,22 +163,20 @@ class CloverDrafter:
 
     @property
     def is_warm(self) -> bool:
+        """Whether the last draft took the time that the next one of its size will take."""
         return True
 
     @property
     def rows(self) -> int:
+        """That it drafts for; 0 before it has taken in a text."""
         return 0 if self.roots is None else len(self.roots)
 
     def remember(self, cache: Cache, columns: int) -> None:
+        """The text is over: the next turn may go on from here, if it comes with this cache at this length."""
         _remembered[cache] = self, columns
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only.
-
-        Args:
-            rows (`Sequence[int]`):
-                Which, in their new order.
-        """
+        """Go on with these rows only, in this order."""
         index = torch.tensor(rows, device=self.heads.device)
         if self.cache is not None and self.cache.lengths:
             self.cache.keep_rows(rows)
@@ -199,18 +197,8 @@ class CloverDrafter:
     def extend(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
-        """Take in new positions. The heads look at them when a tree is asked for.
-
-        Args:
-            hidden (`torch.Tensor` of shape `[B, m, d]`):
-                The target's states, before its final norm.
-            next_tokens (`torch.Tensor` of shape `[B, m]`):
-                The tokens after them.
-            positions (`torch.Tensor` of shape `[B, m]`):
-                Of the states.
-            counts (`Sequence[int]`):
-                How many of the m each row has; what follows them is filling.
-        """
+        """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, f], the tokens after them
+        [B, m] and the positions [B, m] of the hidden states. The heads look at them when a tree is asked for."""
         device = self.heads.device
         new = Settled(hidden.to(device), next_tokens.to(device), positions.to(device), list(counts))
         roots = new.at_last(new.next_tokens)  # [B]
@@ -277,24 +265,15 @@ class CloverDrafter:
 
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        """A tree below the last emitted tokens.
-
-        Args:
-            nodes (`int`):
-                How many, 0 for none.
-            shape (`str`, *optional*):
-                `"global"`, `"levels"` or `"chain"`; the config's by default.
-            foresight (`Foresight`, *optional*):
-                The random numbers that plain `generate` is about to draw.
-
-        Returns:
-            `Tree`: of which the first node is the last emitted token
-        """
+        """A tree of `nodes` nodes below the last tokens; its root alone where `nodes` is 0. `shape`: None for the
+        config's; `foresight`: what the next tokens will be picked with."""
         roots = given(self.roots)
         if nodes == 0 or self.is_broken:
             return root_only(roots)
         self._catch_up()
-        shape = shape or self.config.draft_tree
+        return self._tree(roots, nodes, shape or self.config.draft_tree, foresight)
+
+    def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
         return grow(self.heads, given(self.state), self._to_recall(), roots, nodes, shape, foresight)
 
     def _to_recall(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:

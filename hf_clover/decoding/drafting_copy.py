@@ -28,7 +28,7 @@ from ..network.packing import (
     packed,
     plain_weight,
 )
-from ..network.target_parts import BorrowedParts, is_plain
+from ..network.target_parts import BorrowedParts, are_divided, come_and_go, is_plain
 from .target_memory import memory_of
 
 LEAST_WEIGHTS = 2**19  # of the largest layer, from which on reading weights takes longer than calling operators
@@ -52,11 +52,10 @@ def _gains_by_it(heads: DraftHeads) -> bool:
     layers = [module for module in modules if isinstance(module, nn.Linear)]
     is_large = any(layer.weight.numel() >= LEAST_WEIGHTS for layer in layers)
     has_adapter = any(type(module).__module__.startswith("peft.") for module in modules)  # it can be switched off
-    is_fetched = any(hasattr(module, "_hf_hook") for module in modules)
     weights = [*heads.parameters(), *lm_head.parameters()]
     are_here = all(weight.device.type == "cpu" and is_plain(weight) for weight in weights)
-    are_divided = any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in weights)
-    return is_large and are_here and not (has_adapter or is_fetched or are_divided) and can_pack(_dtype())
+    can_change = has_adapter or come_and_go(modules) or are_divided(weights)
+    return is_large and are_here and not can_change and can_pack(_dtype())
 
 
 def _dtype() -> torch.dtype:

@@ -1,8 +1,9 @@
 """Drafting as one graph: the heads take in what is new, and grow a tree from it.
 
-Contract: `GraphDrafter` gives the trees of `CloverDrafter`, its slow twin, and is used where the device has graphs,
-whatever cache the target has. A draft reads and writes tensors of one shape at one place: up to `width` new positions
-a row, the heads' own cache, the tree. The prompt, and what gathers while drafting rests, is taken in eagerly before.
+Contract: `GraphDrafter` gives the trees of `CloverDrafter`, its slow twin, and `GraphPathDrafter` those of
+`PathDrafter`. They are used where the device has graphs, whatever cache the target has. A draft reads and writes
+tensors of one shape at one place: up to `width` new positions a row, the heads' own cache, the tree. The prompt, and
+what gathers while drafting rests, is taken in eagerly before.
 
 Shapes: B batch, m new positions (`width` of them in a step), C columns, D levels, d hidden size, V vocabulary.
 """
@@ -10,6 +11,7 @@ Shapes: B batch, m new positions (`width` of them in a step), C columns, D level
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -17,18 +19,20 @@ from transformers.cache_utils import Cache
 
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
+from ..network.target_parts import come_and_go
 from .cache import TreeCache
-from .drafting import CloverDrafter, Settled, given, grow
+from .drafting import CloverDrafter, Settled, given, grow, grow_in_shape
 from .foresight import Foresight
 from .graphs import CAPTURES, Graphs, Outputs, filled
 from .masks import additive, visible_columns
+from .path_drafting import Levels, PathDrafter
 from .static_cache import StaticTreeCache, first_capacity, give_back_cache, take_cache
-from .tree import Tree, root_only, with_path
+from .tree import Tree, with_path
 
 
 def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
-    moves = hasattr(heads.borrowed.lm_head, "_hf_hook")  # its weights come and go
-    return heads.device.type in CAPTURES and not config.disable_compile and not moves
+    has_graphs = heads.device.type in CAPTURES and not config.disable_compile
+    return has_graphs and not come_and_go([heads.borrowed.lm_head])
 
 
 class GraphDrafter(CloverDrafter):
@@ -41,6 +45,7 @@ class GraphDrafter(CloverDrafter):
         self.has_block = self.config.has_augmenting_block
         self.width = self.config.draft_depth + 1  # what a walk settles at most
         self.is_remembered = False
+        self.features = 0  # numbers of a hidden state as the heads read it, known from the prompt on
         layers = self.config.num_cache_layers if self.has_block else 1  # which stays empty
         graphs = Graphs(heads.device, "Drafts", what_drafts_read(heads))
         self.cache = take_cache(heads, layers, rows, first_capacity(prompt, longest), graphs)
@@ -65,29 +70,24 @@ class GraphDrafter(CloverDrafter):
         super().remember(cache, columns)
         self.is_remembered = True
 
-    @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        roots = given(self.roots)
-        if nodes == 0 or self.is_broken:
-            return root_only(roots)
-        if self.state is None:
-            self._take_in_prompt()
-        new = self._last_settled()
+    def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
+        new = self._waiting.pop()  # as `_catch_up` leaves it
         counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], taken before this returns
-        inputs = [new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots]
+        inputs = [new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots, *self._last()]
         if foresight is not None:
             foresight = foresight.whole()
             inputs.append(foresight.log_noise)
-        rows, columns = self.cache.look_at(self.width)
-        sizes = (nodes, shape or self.config.draft_tree, None if foresight is None else foresight.temperature)
+        rows, columns = self.cache.look_at(self.width + self._entries(nodes, shape))
+        sizes = (nodes, shape, None if foresight is None else foresight.temperature)
         with self._staged(new):
             found = self.cache.graphs.run(
                 (rows, columns, *sizes),
                 partial(self._drafted, *sizes),
                 [filled(value, rows) for value in inputs],
             )
-        self.state, tokens, parents, depths, log_probs, valid = (value[: len(roots)] for value in found)
-        return Tree(tokens, parents, depths, log_probs, valid, max_depth=min(self.config.draft_depth, nodes))
+        state, tree, log_probs = found
+        self.state, depth = state[: len(roots)], min(self.config.draft_depth, nodes)
+        return Tree.unpacked(tree[:, : len(roots)], log_probs[: len(roots)], depth)
 
     def with_path(self, tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
         rows, batch, width = self.cache.slots.seen_rows, len(tree.tokens), self.config.draft_copies
@@ -95,25 +95,39 @@ class GraphDrafter(CloverDrafter):
         path = (filled(tokens, width, 1), torch.cat((log_probs, lacking), dim=1))
         if rows < batch or path[0].shape[1] != width:
             return super().with_path(tree, tokens, log_probs, nodes)
-        parts, depth = (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid), tree.max_depth
+        depth = tree.max_depth
 
-        def joined(*inputs: torch.Tensor) -> Outputs:
-            tokens, parents, depths, joint, valid, copied, chances = inputs
-            made = with_path(Tree(tokens, parents, depths, joint, valid, max_depth=depth), copied, chances, nodes)
-            return made.tokens, made.parents, made.depths, made.log_probs, made.valid
+        def joined(packed: torch.Tensor, joint: torch.Tensor, copied: torch.Tensor, chances: torch.Tensor) -> Outputs:
+            made = with_path(Tree.unpacked(packed, joint, depth), copied, chances, nodes)
+            return made.packed(), made.log_probs
 
         key = ("with a path", rows, tree.size, depth, nodes)
-        found = self.cache.graphs.run(key, joined, [filled(part, rows) for part in (*parts, *path)])
-        tokens, parents, depths, joint, valid = (part[:batch] for part in found)
-        return Tree(tokens, parents, depths, joint, valid, max_depth=min(max(depth, width), nodes))
+        inputs = [filled(tree.packed(), rows, 1), *(filled(part, rows) for part in (tree.log_probs, *path))]
+        packed, joint = self.cache.graphs.run(key, joined, inputs)
+        return Tree.unpacked(packed[:, :batch], joint[:batch], min(max(depth, width), nodes))
 
     def _drafted(self, nodes: int, shape: str, temperature: float | None, *inputs: torch.Tensor) -> Outputs:
-        """The state [B, d] and the tree's tensors [B, n]; the last input is the noise [B, D, V], if there is a
-        temperature."""
-        hidden, next_tokens, positions, counts, state, roots, *noise = inputs
-        foresight = None if temperature is None else Foresight(noise[0], temperature)
-        state, slots = self._taken_in(hidden, next_tokens, positions, counts, state), self.cache.slots
-        to_recall = None
+        """The state [B, d] and the tree, as `Tree.packed` [4, B, n] and probabilities [B, n]; the last input is the
+        noise [B, D, V], if there is a temperature."""
+        hidden, next_tokens, positions, counts, state, roots, *more = inputs
+        foresight = None if temperature is None else Foresight(more.pop(), temperature)
+        state = self._taken_in(hidden, next_tokens, positions, counts, state)
+        tree = self._grown(state, roots, counts, more, nodes, shape, foresight)
+        return state, tree.packed(), tree.log_probs
+
+    def _last(self) -> list[torch.Tensor]:
+        """What a draft goes on from beside a state and a token."""
+        return []
+
+    def _entries(self, nodes: int, shape: str) -> int:
+        """Of the cache behind the text, that a tree takes while it grows."""
+        return 0
+
+    def _grown(
+        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
+    ) -> Tree:
+        """`last`: what `_last` gave; `how`: nodes, shape and foresight."""
+        to_recall, slots = None, self.cache.slots
         if self.has_block and self.config.recall:
             values, tokens = self.cache.layers[-2].values, self.cache.layers[-1].keys
             values, tokens = (part[: slots.seen_rows, :, : slots.seen_columns] for part in (values, tokens))
@@ -121,8 +135,7 @@ class GraphDrafter(CloverDrafter):
                 torch.arange(slots.seen_columns, device=roots.device) < slots.starts + counts[:, None]
             )  # [B, C]
             to_recall = tokens[:, 0, :, 0], values, visible[:, None, None]
-        tree = grow(self.heads, state, to_recall, roots, nodes, shape, foresight)
-        return state, tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid
+        return grow(self.heads, state, to_recall, roots, *how)
 
     def _taken_in(
         self,
@@ -156,6 +169,7 @@ class GraphDrafter(CloverDrafter):
 
     def _take_in_prompt(self) -> None:
         prompt, *self._waiting = self._waiting
+        self.features = prompt.hidden.shape[2]
         self.cache.slots.lengths = [0] * len(prompt.counts)
         self.state = prompt.at_last(self._states_of(prompt))
         if not self.has_block:
@@ -186,7 +200,7 @@ class GraphDrafter(CloverDrafter):
                 values = (part.hidden, part.next_tokens, part.positions, counts, given(self.state))
                 self.state = self._taken_in(*values)
         if new is None:
-            hidden = torch.zeros(batch, width, self.config.hidden_size, dtype=self.heads.dtype, device=device)
+            hidden = torch.zeros(batch, width, self.features, dtype=self.heads.dtype, device=device)
             empty = torch.zeros(batch, width, dtype=torch.long, device=device)
             return Settled(hidden, empty, empty, [0] * batch)
         hidden, tokens, positions = (filled(part, width, 1) for part in (new.hidden, new.next_tokens, new.positions))
@@ -203,6 +217,48 @@ class GraphDrafter(CloverDrafter):
         self.cache.commit([range(count) for count in new.counts])
 
 
+class GraphPathDrafter(GraphDrafter, PathDrafter):
+    cache: StaticTreeCache
+
+    def _last(self) -> list[torch.Tensor]:
+        return [given(self.last)]
+
+    def _entries(self, nodes: int, shape: str) -> int:
+        beams = nodes if shape == "levels" else min(self.config.draft_beam_width, nodes)
+        return beams * (self.config.draft_depth - 1)
+
+    def _grown(
+        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
+    ) -> Tree:
+        levels = StaticLevels(self, state, last[0], self.cache.slots.starts + counts[:, None])
+        return grow_in_shape(self.heads, levels.expand, roots, *how)
+
+
+class StaticLevels(Levels):
+    """`Levels` in tensors alone."""
+
+    def __init__(
+        self, drafter: GraphPathDrafter, state: torch.Tensor, last: torch.Tensor, starts: torch.Tensor
+    ) -> None:
+        self._begin(drafter, state, last)
+        self.slots, self.starts = drafter.cache.slots, starts  # [B, 1] where each row's text ends
+
+    @contextmanager
+    def _written(self, width: int) -> Iterator[None]:
+        before = self.ancestors.shape[2] - width
+        self.slots.index = self.starts + torch.arange(before, before + width, device=self.starts.device)  # [B, W]
+        yield
+        self.slots.index = None
+
+    def _mask(self, level: int) -> torch.Tensor:
+        slots = self.slots
+        visible = visible_columns(self.ancestors, self.starts, slots.seen_columns, slots.visible_text)  # [B, W, C]
+        return additive(visible, self.states.dtype)
+
+
+IN_GRAPHS: dict[type, type[GraphDrafter]] = {CloverDrafter: GraphDrafter, PathDrafter: GraphPathDrafter}
+
+
 def what_drafts_read(heads: DraftHeads) -> tuple:
     """Of a draft what does not belong to the cache: where everything is that it reads, and sizes."""
     borrowed = heads.borrowed
@@ -213,4 +269,4 @@ def what_drafts_read(heads: DraftHeads) -> tuple:
     return tuple(getattr(heads.config, name) for name in names), tuple(tensor.data_ptr() for tensor in tensors)
 
 
-__all__ = ["GraphDrafter", "drafts_in_graphs"]
+__all__ = ["IN_GRAPHS", "GraphDrafter", "GraphPathDrafter", "drafts_in_graphs"]

@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..network.target_parts import device_of
+from ..network.target_parts import are_divided, come_and_go, device_of
 from .graphs import CAPTURES
 from .private_api import attention_of, experts_of, is_compiled
 from .states import has_hooks_of_others
@@ -19,21 +19,23 @@ from .target_memory import memory_of
 logger = logging.get_logger(__name__)
 
 
-def verifies_in_graphs(target: PreTrainedModel, config: GenerationConfig) -> bool:
-    """Whether forwards over trees are captured; a reason not to is told once."""
+def why_no_graphs(target: PreTrainedModel, config: GenerationConfig) -> str | None:
+    """None where forwards over trees are captured, and "" where nobody expects that."""
     if device_of(target).type not in CAPTURES or config.disable_compile:
-        return False
-    reason = memory_of(target).why_no_graphs or _why_no_graphs(target)
-    if reason is not None:
+        return ""
+    return memory_of(target).why_no_graphs or _why_no_graphs(target)
+
+
+def tell_why_no_graphs(target: PreTrainedModel, reason: str) -> None:
+    if reason:
         logger.warning_once(f"`{type(target).__name__}` verifies drafts without CUDA graphs: {reason}.")
-    return reason is None
 
 
 def _why_no_graphs(target: PreTrainedModel) -> str | None:
-    devices = {parameter.device for parameter in target.parameters()}
-    if len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in target.modules()):
+    weights = list(target.parameters())
+    if len({weight.device for weight in weights}) > 1 or come_and_go(target.modules()):
         return "its weights are on several devices, or come and go"
-    if any(hasattr(parameter, "full_tensor") or hasattr(parameter, "ds_id") for parameter in target.parameters()):
+    if are_divided(weights):
         return "its weights are divided among processes"
     if target.training:
         return "it is in training mode; `.eval()` leaves that"

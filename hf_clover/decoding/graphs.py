@@ -5,12 +5,12 @@ It calls the function the first time that a key comes, which readies kernels; ca
 it from then on, with the inputs copied to where the graph reads them. So whatever else the function reads must stay at
 its address, and every number that it takes from Python must be part of the key or of `written_down`. There are `MOST`
 graphs at most, of which the one that was used least lately makes room, and all share one pool of memory, which is as
-large as the largest of them needs; what they take is logged (level INFO). Where a capture fails everything runs
-eagerly from there on, and one line says so.
+large as the largest of them needs; what they take is logged (level INFO). A capture that finds no memory is tried
+again without the others. Where it fails everything runs eagerly from there on, and one line says so.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -66,19 +66,30 @@ class Graphs:
         """`what` they are, for messages; `written_down`: what is in a graph beside the cache's addresses."""
         self.device, self.what, self.written_down = device, what, written_down
         self.capture = CAPTURES.get(device.type)
-        self.made: dict[Hashable, Graph] = {}
+        self.is_short = False  # of memory, for the rest of the call
         self.has_replayed = True  # the last run was a replay, or no run is one: its time is what such a run takes
-        self._seen: set[Hashable] = set()
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.forget()
 
     def forget(self) -> None:
-        """Addresses are others from here on."""
-        self.made.clear()
-        self._seen.clear()
+        """Addresses are others from here on, and the memory of the graphs that there were is free."""
+        self.made: dict[Hashable, Graph] = {}
+        self._seen: set[Hashable] = set()
+        # Once its last graph is gone, a pool cannot be captured into again.
+        self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    def stop(self, why: str, is_short: bool = False) -> None:
+        """Capture nothing from here on. `is_short`: of memory, which the next call may have again."""
+        if self.capture is not None:
+            logger.warning(
+                f"{self.what} run eagerly from here on: {why}. `disable_compile=True` leaves graphs out from the "
+                "beginning."
+            )
+        self.capture, self.is_short = None, self.is_short or is_short
+        self.forget()
 
     def run(self, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor]) -> Outputs:
         graph = self.made.pop(key, None)
-        self.has_replayed = graph is not None or self.capture is None
+        self.has_replayed = graph is not None or (self.capture is None and not self.is_short)
         if graph is None and self.capture is not None and key in self._seen:
             graph = self._captured(self.capture, function, inputs, key)
         self._seen.add(key)
@@ -99,20 +110,20 @@ class Graphs:
         while len(self.made) >= MOST:
             del self.made[next(iter(self.made))]
         try:
-            with torch.cuda.device(self.device) if on_cuda else nullcontext():
+            with suppress(torch.OutOfMemoryError), torch.cuda.device(self.device) if on_cuda else nullcontext():
                 graph = Graph(function, inputs, capture, self._pool)
+                more = (torch.cuda.memory_reserved(self.device) - before) / 2**20 if on_cuda else 0
+                logger.info(f"{self.what}: {key} is a graph from here on; it took {more:.0f} MiB.")
+                return graph
         except Exception as error:
-            self.capture = None
-            self.forget()  # where memory was short, they give theirs back
             reason = str(error).partition("\n")[0]
-            logger.warning(
-                f"{self.what} run eagerly from here on: one could not be captured as a graph "
-                f"({type(error).__name__}: {reason}). `disable_compile=True` leaves graphs out from the beginning."
-            )
+            self.stop(f"one could not be captured as a graph ({type(error).__name__}: {reason})")
             return None
-        more = (torch.cuda.memory_reserved(self.device) - before) / 2**20 if on_cuda else 0
-        logger.info(f"{self.what}: {key} is a graph from here on; it took {more:.0f} MiB.")
-        return graph
+        if self.made:
+            self.forget()
+            return self._captured(capture, function, inputs, key)
+        self.stop("there is no memory for a graph", is_short=True)
+        return None
 
 
 __all__ = ["CAPTURES", "Graph", "Graphs", "filled"]

@@ -1,9 +1,9 @@
 """The heads' side of one call: what they take in of the text, and what they draft.
 
-Contract: `HeadsRun` stands beside the target's run of the same call and knows it, the text and the budget (`Run` and
-`Budget` of interfaces.py). It gives the heads every position that the target has settled, asks the budget for a size
-and the heads for a tree, to which it adds what is copied from the text, lets rows that have ended leave both sides,
-and hands the cache back when the text is over, with what the heads know of it.
+Contract: `HeadsRun` stands beside the target's `Run` of the same call and knows it, the text and the budget. It gives
+the heads every position that the target has settled, asks the budget for a size and the heads for a tree, to which it
+adds what is copied from the text, lets rows that have ended leave both sides, and hands the cache back when the text
+is over, with what the heads know of it.
 
 Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from ..network.modeling_heads import DraftHeads
+from .budget import Budget
 from .copying import Copies
 from .drafting import CloverDrafter, drafter_of_conversation
 from .drafting_copy import drafting_copy
 from .foresight import Unwalked, foresee
-from .graph_drafting import GraphDrafter, drafts_in_graphs
-from .interfaces import Budget, Drafter, Listener, Run
+from .graph_drafting import IN_GRAPHS, drafts_in_graphs
 from .obeying import Obedience, must_obey
+from .record import Listener
+from .run import Run
 from .state import Text
 from .states import BEFORE_NORM
 from .support import warn
@@ -63,20 +66,19 @@ class HeadsRun:
         self.listener: Listener | None = None if heads.learner is None else heads.learner.listen(run)
         text.take_fresh()
 
-    def _drafter_of_conversation(self, heads: DraftHeads) -> Drafter:
+    def _drafter_of_conversation(self, heads: DraftHeads) -> CloverDrafter:
         """The one that it had, or a new one: in graphs where the device has them."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         (rows, columns), block = run.hidden.shape[:2], config.prefill_chunk_size
         mask = None if mask is None else mask[:, -columns:]
         network = drafting_copy(heads, run.target)
         eager = heads.new_drafter(network, mask, block)
-        in_graphs = type(eager) is CloverDrafter and not self.obeys and drafts_in_graphs(network, config)
-        kind = GraphDrafter if in_graphs else type(eager)
-        known = drafter_of_conversation(kind, network, run.theirs, rows, run.known_columns)
-        if not in_graphs:
+        kind = None if self.obeys or not drafts_in_graphs(network, config) else IN_GRAPHS.get(type(eager))
+        known = drafter_of_conversation(kind or type(eager), network, run.theirs, rows, run.known_columns)
+        if kind is None:
             return known or eager
         longest = run.known_columns + columns + self.text.max_length - self.text.rows()[0].shape[0]
-        drafter = known or GraphDrafter(eager.heads, mask, block, rows, columns, longest)
+        drafter = known or kind(eager.heads, mask, block, rows, columns, longest)
         return run.hold(drafter.until_the_call_ends())
 
     # ------------------------------------------------------------------ what the heads take in
@@ -111,35 +113,31 @@ class HeadsRun:
         if found_no_drafts and self.drafted and not forbidden and not self.drafter.is_broken:
             self.drafter.is_broken = True
             warn("the heads gave NaN: drafting is off for the rest of this call; the tokens are the target's own")
-        if self.heads.feature_layers and self.drafted:
-            self._watch(paths, tree)
+        if self.heads.feature_layers and self.drafted and not found_no_drafts:
+            self._watch(paths)
         if text.done and not run.keeps_cache and self.listener is None:
             return
         counts = [len(path) for path in paths]
         waited = run.shape == "chain" and len(paths) > 1 and counts[0] < tree.size
         self.unwalked = Unwalked.behind(tree, logits, counts[0]) if waited else None
-        longest, device = max(counts), run.hidden.device
-        hidden = run.hidden[:, :longest]  # [B, m, d]
-        if any(path != list(range(len(path))) for path in paths):
-            index = torch.tensor([[*path, *[0] * (longest - len(path))] for path in paths], device=device)  # [B, m]
-            hidden = run.hidden.gather(1, index[..., None].expand(-1, -1, run.hidden.shape[2]))
-        tokens = [
-            F.pad(row[len(row) - count :], (0, longest - count))
-            for row, count in zip(text.running_rows(), counts, strict=True)
-        ]
+        longest = max(counts)
+        if run.walked is not None:
+            tokens = run.walked[:, 1, :longest]  # [B, m]
+        else:
+            rows = zip(text.running_rows(), counts, strict=True)
+            tokens = pad_sequence([row[len(row) - count :] for row, count in rows], batch_first=True)  # [B, m]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
-        self._extend(hidden, torch.stack(tokens), positions, counts)
+        self._extend(run.hidden[:, :longest], tokens, positions, counts)
 
-    def _watch(self, paths: Sequence[Sequence[int]], tree: Tree) -> None:
+    def _watch(self, paths: Sequence[Sequence[int]]) -> None:
         """Heads that read the wrong layers draft rubbish without a word: say so once."""
         known = memory_of(self.run.target).first_drafts
         places, right = known.get(self.heads, (0, 0))
-        if places >= WATCHED or tree.size < 2:
+        if places >= WATCHED:
             return
-        first = torch.where(tree.valid[:, 1], tree.tokens[:, 1], -1).tolist()  # -1 where nothing could be drafted
-        for row, path, draft in zip(self.text.running_rows(), paths, first, strict=True):
-            if path and draft >= 0:  # a row that has ended walks nothing
-                places, right = places + 1, right + (int(row[len(row) - len(path)]) == draft)
+        for row, path in zip(self.text.running, paths, strict=True):
+            if not self.text.finished[row]:  # it might have gone on to the first draft
+                places, right = places + 1, right + (path[1:2] == [1])
         known[self.heads] = places, right
         if places >= WATCHED and right < HOPELESS * places:
             warn(

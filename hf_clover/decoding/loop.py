@@ -17,15 +17,15 @@ from ..network.modeling_heads import DraftHeads
 from .budget import make_budget
 from .chain import ChainRun
 from .heads_run import HeadsRun, layers_read
-from .interfaces import Run
 from .private_api import cache_name
 from .ranks import any_goes_on, shared_budget
 from .record import Speculation, with_record
+from .run import Run
 from .state import Text
 from .support import AS_TREES, REPLAYED, TREE, Route
 from .target_run import TargetRun
 from .tree import root_only
-from .walk import greedy_walk, replay
+from .walk import greedy_walk, read_walk, replay
 
 
 @torch.no_grad()
@@ -46,7 +46,7 @@ def speculate(
     layers = layers_read(heads)
     run: Run
     if route.method == TREE:
-        run = TargetRun(target, text.config, model_kwargs, layers)
+        run = TargetRun(target, text.config, model_kwargs, layers, route.in_graphs, text)
     else:
         run = ChainRun(target, text.config, model_kwargs, route.method == REPLAYED, route.steps, layers)
     walk = greedy_walk if text.is_plain_greedy else replay
@@ -71,7 +71,8 @@ def speculate(
                 logits = run.verify(tree)  # [B, n, V]
             with stats.clock("walk"):
                 emitted = text.emitted
-                paths = walk(tree, logits, text)  # of each running row, the walked nodes
+                found = run.walked  # in a graph
+                paths = walk(tree, logits, text) if found is None else read_walk(found, tree, logits, text)
                 run.commit(paths)
             ours.take_in(paths, tree, logits)
             walked = [paths[row] for row in rows]

@@ -86,14 +86,14 @@ def ancestors_of(parents: torch.Tensor, rounds: int) -> torch.Tensor:
 def visible_columns(
     ancestors: torch.Tensor, starts: torch.Tensor, columns: int, prompt: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, n, C] from ancestors [B, n, n], the rows' lengths [B, 1] and, for the first columns, which are text."""
-    size, device = ancestors.shape[1], ancestors.device
+    """[B, m, C] from ancestors [B, m, n], the rows' lengths [B, 1] and, for the first columns, which are text."""
+    (_, some, size), device = ancestors.shape, ancestors.device
     committed = torch.arange(columns, device=device) < starts  # [B, C]
     if prompt is not None:
         committed[:, : prompt.shape[1]] &= prompt
     slots = starts + torch.arange(size, device=device)  # [B, n]
-    visible = committed[:, None].expand(-1, size, -1)  # [B, n, C]
-    return visible.scatter(2, slots[:, None].expand(-1, size, -1), ancestors)
+    visible = committed[:, None].expand(-1, some, -1)  # [B, m, C]
+    return visible.scatter(2, slots[:, None].expand(-1, some, -1), ancestors)
 
 
 def narrowed(

@@ -8,7 +8,8 @@ text and to its own ancestors. Of the heads it needs `encode`, `recycled`, `adva
 Shapes: B batch, d hidden size, W beams of a level, n nodes drafted so far, C cache columns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch
 from .cache import TreeCache
 from .drafting import CloverDrafter, Settled, given, grow_in_shape
 from .foresight import Foresight
-from .masks import additive
-from .tree import Tree, root_only
+from .masks import additive, visible_columns
+from .tree import Tree
 
 
 class PathDrafter(CloverDrafter):
@@ -44,16 +45,10 @@ class PathDrafter(CloverDrafter):
         if self.last is not None:
             self.last = self.last[torch.tensor(rows, device=self.last.device)]
 
-    @torch.no_grad()
-    def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        roots = given(self.roots)
-        if nodes == 0 or self.is_broken:
-            return root_only(roots)
-        self._catch_up()
+    def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
         settled = list(self.cache.lengths)
         try:
-            expand = self.levels().expand
-            return grow_in_shape(self.heads, expand, roots, nodes, shape or self.config.draft_tree, foresight)
+            return grow_in_shape(self.heads, self.levels().expand, roots, nodes, shape, foresight)
         finally:
             self.cache.slots.lengths = settled
 
@@ -66,12 +61,16 @@ class Levels:
     """A tree that is being grown: the states of its last level, and who descends from whom."""
 
     def __init__(self, drafter: PathDrafter) -> None:
-        self.heads, self.cache = drafter.heads, drafter.cache
+        self._begin(drafter, given(drafter.state), given(drafter.last))
         self.prompt_mask, self.settled = drafter.prompt_mask, list(drafter.cache.lengths)
-        self.states = given(drafter.state)[:, None]  # [B, W, d]
-        batch, device = len(self.settled), self.states.device
-        self.ancestors = torch.ones(batch, 1, 0, dtype=torch.bool, device=device)  # [B, W, n] with the node itself
-        ahead = given(drafter.last)[:, None] + torch.arange(drafter.config.draft_depth, device=device)  # [B, depth]
+
+    def _begin(self, drafter: PathDrafter, state: torch.Tensor, last: torch.Tensor) -> None:
+        self.heads, self.cache = drafter.heads, drafter.cache
+        self.states = state[:, None]  # [B, W, d]
+        self.ancestors = torch.ones(
+            len(state), 1, 0, dtype=torch.bool, device=state.device
+        )  # [B, W, n], themselves too
+        ahead = last[:, None] + torch.arange(drafter.config.draft_depth, device=state.device)  # [B, depth]
         self.rope = self.heads.rotary_emb(self.states, ahead)  # [B, depth, head_dim] each
 
     def expand(self, level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
@@ -87,9 +86,15 @@ class Levels:
         itself = torch.eye(width, dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
         self.ancestors = torch.cat((ancestors, itself), dim=2)  # [B, W, n + W]
         rope = tuple(part[:, level : level + 1] for part in self.rope)  # [B, 1, head_dim]
-        with self.cache.staged(width):
+        with self._written(width):
             features = self.heads.recycled(states)
             self.states = self.heads.advance(features, tokens, rope, self._mask(level), self.cache)  # [B, W, d]
+
+    @contextmanager
+    def _written(self, width: int) -> Iterator[None]:
+        """Within, keys and values of a level stand behind those of the levels before."""
+        with self.cache.staged(width):
+            yield
         self.cache.slots.lengths = [length + width for length in self.cache.lengths]
 
     def _mask(self, level: int) -> torch.Tensor | None:
@@ -97,13 +102,10 @@ class Levels:
         nodes, is_even = self.ancestors.shape[2], self.cache.slots.is_even and self.prompt_mask is None
         if is_even and nodes == level:
             return None  # a chain sees everything
-        device, columns = self.states.device, max(self.settled) + nodes
+        device = self.states.device
         starts = torch.tensor(self.settled, device=device)[:, None]  # [B, 1]
-        visible = torch.arange(columns, device=device) < starts  # [B, C]
-        if self.prompt_mask is not None:
-            visible[:, : self.prompt_mask.shape[1]] &= self.prompt_mask.to(device)
-        slots = (starts + torch.arange(nodes, device=device))[:, None].expand_as(self.ancestors)  # [B, W, n]
-        visible = visible[:, None].repeat(1, self.ancestors.shape[1], 1).scatter(2, slots, self.ancestors)  # [B, W, C]
+        prompt = None if self.prompt_mask is None else self.prompt_mask.to(device)
+        visible = visible_columns(self.ancestors, starts, max(self.settled) + nodes, prompt)  # [B, W, C]
         return additive(visible, self.states.dtype)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..network.target_parts import device_of
-from .interfaces import Budget
+from .budget import Budget
 from .state import random_state, set_random_state
 from .tree import Tree
 
@@ -65,8 +65,8 @@ def share_random_state(target: PreTrainedModel) -> None:
     set_random_state(state.cpu(), device)
 
 
-class SharedBudget:
-    """`own` of the first process, whose trees all others verify."""
+class SharedBudget(Budget):
+    """`own` of the first process, whose trees all others verify; such targets have no graphs."""
 
     def __init__(self, own: Budget, group: Any) -> None:
         self.own, self.group = own, group
@@ -75,14 +75,6 @@ class SharedBudget:
     @property
     def most_nodes(self) -> int:
         return self.own.most_nodes
-
-    @property
-    def in_graphs(self) -> bool:
-        return self.own.in_graphs
-
-    @in_graphs.setter
-    def in_graphs(self, value: bool) -> None:
-        self.own.in_graphs = value
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
         return self.own.ask(lengths, replayed, copies) if self.decides else (0, 0)
@@ -105,12 +97,11 @@ def shared_budget(own: Budget, target: PreTrainedModel) -> Budget:
 
 def shared_tree(tree: Tree, width: int, group: Any) -> Tree:
     """The first process's, whatever the others have. One small message of one size: rows x `width` x 4 numbers."""
-    parts = (tree.tokens, tree.parents, tree.depths, tree.valid.long())
-    message = torch.zeros(len(tree.tokens), 4, width + 1, dtype=torch.long, device=tree.tokens.device)  # [B, 4, 1 + W]
-    message[:, 0, 0], message[:, 1, 0] = tree.size, tree.max_depth
-    message[:, :, 1 : tree.size + 1] = torch.stack(parts, dim=1)
+    message = torch.zeros(4, len(tree.tokens), width + 1, dtype=torch.long, device=tree.tokens.device)  # [4, B, 1 + W]
+    message[0, :, 0], message[1, :, 0] = tree.size, tree.max_depth
+    message[:, :, 1 : tree.size + 1] = tree.packed()
     dist.broadcast(message, group=group, group_src=0)
-    size, max_depth = message[0, :2, 0].tolist()
-    tokens, parents, depths, valid = message[:, :, 1 : size + 1].unbind(1)  # [B, n] each
-    log_probs = tree.log_probs if tree.size == size else torch.zeros_like(tokens, dtype=torch.float32)
-    return Tree(tokens, parents, depths, log_probs, valid.bool(), max_depth=max_depth)
+    size, max_depth = message[:2, 0, 0].tolist()
+    packed = message[:, :, 1 : size + 1]
+    log_probs = tree.log_probs if tree.size == size else torch.zeros_like(packed[0], dtype=torch.float32)
+    return Tree.unpacked(packed, log_probs, max_depth)

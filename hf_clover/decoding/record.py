@@ -1,7 +1,8 @@
 """What speculation did in a call of `generate`, and how to hear of it.
 
 Contract: one `Speculation` a call, filled by the loop and handed to `with_record` at its end; it comes back as
-`out.speculation`, and to whoever listens with `speculations()`. Nothing here is read by the decoding itself.
+`out.speculation`, and to whoever listens with `speculations()`. A `Listener` hears the walked text itself, as it is
+settled. Nothing here is read by the decoding itself.
 """
 
 import time
@@ -9,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from transformers import Cache
 
 
 @dataclass
@@ -155,3 +157,20 @@ def with_record(result: Any, stats: Speculation) -> Any:
     if not isinstance(result, torch.Tensor):
         result.speculation = stats
     return result
+
+
+class Listener(Protocol):
+    """Hears what is settled in one call: for each position of the text the target's states and the token after it."""
+
+    def hear(
+        self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        """Of each running row its first `counts` positions: states [B, m, f] as the heads read them and, for heads
+        that name layers, beside these what enters the final norm; the tokens after them [B, m]. `rows`: which rows of
+        the call these are."""
+
+    def remember(self, cache: Cache, columns: int) -> None:
+        """The next turn may go on from here, if it comes with this cache at this length."""
+
+    def end(self, stats: Speculation) -> None:
+        """The call is over."""

@@ -27,30 +27,25 @@ from transformers.generation import logits_process
 
 from .tree import Tree, root_only
 
-# Processors that are a pure function of one row: these may be called on each row when that row is there. Any other
-# (a user's, a stateful one, one that reads a row's place in the batch) sees the whole batch, as in plain generate.
-ROWWISE_PROCESSORS = tuple(
-    getattr(logits_process, name)
-    for name in (
-        *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "TemperatureLogitsWarper"),
-        *("RepetitionPenaltyLogitsProcessor", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper"),
-        *("MinPLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
-        *("NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor"),
-        *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "InfNanRemoveLogitsProcessor"),
-        *("ExponentialDecayLengthPenalty", "LogitNormalization", "SuppressTokensLogitsProcessor"),
-        "SuppressTokensAtBeginLogitsProcessor",
-    )
-    if hasattr(logits_process, name)
+
+def _those(*names: str) -> tuple[type, ...]:
+    """Of transformers' processors, as far as this version has them."""
+    return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
+
+
+# Processors that do not look at the text at all.
+SCORE_PROCESSORS = _those(
+    *("TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
+    *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
+    *("LogitNormalization", "SuppressTokensLogitsProcessor"),
 )
-# Of these, the ones that do not look at the text at all.
-SCORE_PROCESSORS = tuple(
-    getattr(logits_process, name)
-    for name in (
-        *("TemperatureLogitsWarper", "TopPLogitsWarper", "TopKLogitsWarper", "TopHLogitsWarper", "MinPLogitsWarper"),
-        *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
-        *("LogitNormalization", "SuppressTokensLogitsProcessor"),
-    )
-    if hasattr(logits_process, name)
+# Those that are a pure function of one row: these may be called on each row when that row is there. Any other (a
+# user's, a stateful one, one that reads a row's place in the batch) sees the whole batch, as in plain generate.
+ROWWISE_PROCESSORS = SCORE_PROCESSORS + _those(
+    *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
+    *("NoRepeatNGramLogitsProcessor", "SequenceBiasLogitsProcessor", "NoBadWordsLogitsProcessor"),
+    *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty"),
+    "SuppressTokensAtBeginLogitsProcessor",
 )
 MOST_BYTES = 1 << 28  # of random numbers that are kept; others are drawn again from the generator's state
 _ROWWISE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
@@ -152,6 +147,15 @@ class Text:
     def unfinished(self) -> list[int]:
         """Places among the running rows."""
         return [place for place, row in enumerate(self.running) if not self.finished[row]]
+
+    def room_of(self, row: int) -> int:
+        """How many tokens may come, where rows stand at lengths of their own."""
+        return self.max_length - self.input_ids[row].shape[1]
+
+    def limits(self) -> torch.Tensor:
+        """Of each running row [B, 1 + E] how many tokens may come, and those that end it. On the host."""
+        room = [0 if self.finished[row] else self.room_of(row) for row in self.running]
+        return torch.tensor([[tokens, *self.ends] for tokens in room])
 
     def rows(self) -> list[torch.Tensor]:
         """Per row [L]."""

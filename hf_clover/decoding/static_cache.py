@@ -2,16 +2,17 @@
 
 Contract: a `TreeCache` of one allocation a layer, of `capacity` columns. The text grows and rows leave within it: a
 forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it doubles, and its
-graphs are forgotten. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the last
-commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice moves
-twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
+graphs are forgotten. Where there is no memory for that, it grows as `TreeCache` does for the rest of the call, and
+nothing is a graph any more. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the
+last commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice
+moves twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
 larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
 
 Shapes: B rows, n tree nodes, C columns, M moved entries at most.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class StaticSlots(Slots):
     text: torch.Tensor  # [B, C] bool, False where the prompt is padding
     has_gaps = False  # padding stands elsewhere than before a row's text
     capacity: int
+    doubles = True  # when it is outgrown
     seen_rows: int  # by the next forward
     seen_columns: int  # likewise
 
@@ -59,7 +61,10 @@ class StaticSlots(Slots):
         return self.text[: self.seen_rows, : self.seen_columns]  # [B, C]
 
     def capacity_for(self, columns: int) -> int:
-        return max(self.capacity, columns_for(columns))
+        return max(self.capacity, columns_for(columns) if self.doubles else super().capacity_for(columns))
+
+    def be_sparing(self) -> None:
+        self.doubles, self.capacity = False, 0
 
 
 class StaticTreeLayer(TreeLayer):
@@ -67,6 +72,9 @@ class StaticTreeLayer(TreeLayer):
 
     def reserve(self, columns: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
         with torch.inference_mode(False):  # later calls write here, whatever their mode
+            with suppress(torch.OutOfMemoryError):
+                return super().reserve(columns, like)
+            self.slots.be_sparing()
             super().reserve(columns, like)
 
     def update(
@@ -103,7 +111,7 @@ class StaticTreeLayer(TreeLayer):
 class StaticTreeCache(TreeCache):
     """One `TreeCache` for forwards in graphs. `look_at` says what the next forward sees."""
 
-    layer_class = StaticTreeLayer
+    layer_class, slots_class = StaticTreeLayer, StaticSlots
     slots: StaticSlots
 
     def __init__(self, num_layers: int, rows: int, capacity: int, graphs: Graphs) -> None:
@@ -113,13 +121,9 @@ class StaticTreeCache(TreeCache):
         self.slots.seen_rows, self.slots.seen_columns = rows, capacity
         self._pending: Moves | None = None  # what the next forward, or an export, has to move
         self._has_moved = False  # a forward has done so since
-        self._used = capacity  # columns that may hold something
         with torch.inference_mode(False):
             self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
             self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-
-    def _make_slots(self, capacity: int | None) -> Slots:
-        return StaticSlots(capacity)
 
     @property
     def capacity(self) -> int:
@@ -137,32 +141,38 @@ class StaticTreeCache(TreeCache):
         for layer in self.layers:
             layer.filled = 0
             for buffer in layer.buffers:
-                buffer[..., : self._used, :] = 0  # an aborted call may have left NaN, which not even a mask keeps out
-        self._used = self.capacity  # until it is known how much is filled
+                buffer.zero_()  # an aborted call may have left NaN, which not even a mask keeps out
 
     def finish_filling(self, batch_size: int) -> None:
         super().finish_filling(batch_size)
-        self._used = 0
         self.reserve(max(self.lengths))
-        self._hold(None, self.lengths, [()] * batch_size)
+        self._hold()
 
     def stand_at(self, lengths: Sequence[int]) -> None:
         super().stand_at(lengths)
-        self._hold(None, self.lengths, [()] * len(lengths))
+        self._hold()
 
     def reserve(self, columns: int) -> None:
         """Room for so many, at other addresses where there was none."""
+        with suppress(torch.OutOfMemoryError):
+            self._resize(columns)
+            return
+        self.slots.be_sparing()
+        self._resize(columns)
+
+    def _resize(self, columns: int) -> None:
         capacity = self.slots.capacity_for(columns)
-        self._used = max(self._used, columns)
         if all(held == capacity for held in (self.slots.capacity, self.slots.text.shape[1], *self._held())):
             return
         if self.lengths:
             self._move_now()
         self.graphs.forget()
+        if not self.slots.doubles:
+            self.graphs.stop("there is no memory for twice as many keys and values", is_short=True)
         with torch.inference_mode(False):  # later calls write here, whatever their mode
             for layer in self.layers:
                 if layer.is_initialized:
-                    layer._use([layer._grown(buffer, capacity) for buffer in layer.buffers])
+                    layer._use([layer._resized(buffer, capacity) for buffer in layer.buffers])
             self.slots.text = F.pad(self.slots.text, (0, capacity - self.slots.text.shape[1]), value=True)
         self.slots.capacity = capacity
 
@@ -174,13 +184,13 @@ class StaticTreeCache(TreeCache):
         going, longest = len(self.lengths), max(self.lengths) + max(nodes, MOVES)
         self.reserve(longest)
         self.slots.seen_rows = min(count for count in (*ROW_COUNTS, self.rows) if going <= count <= self.rows)
-        self.slots.seen_columns = columns_for(longest)
+        self.slots.seen_columns = min(columns_for(longest), self.capacity)
         return self.slots.seen_rows, self.slots.seen_columns
 
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
         if self._has_moved:  # what came before was never committed
-            self._hold(None, self.lengths, [()] * len(self.lengths))
+            self._hold()
         self._pending, self._has_moved = None, True
         try:
             yield
@@ -189,13 +199,12 @@ class StaticTreeCache(TreeCache):
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         self._move_now()
-        before, moves = self.lengths, Moves(self.lengths, paths)
-        self.slots.lengths = [length + len(path) for length, path in zip(before, paths, strict=True)]
-        if max(map(len, paths)) > MOVES:
+        moves = Moves(self.lengths, paths)
+        self.slots.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
+        is_long = max(map(len, paths)) > MOVES
+        if is_long:
             self._move(moves)
-            self._hold(None, before, [()] * len(paths))
-        else:
-            self._hold(moves, before, paths)
+        self._hold(None if is_long else moves)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """They stand in the first places from here on, at the same addresses."""
@@ -205,18 +214,19 @@ class StaticTreeCache(TreeCache):
         for buffer, dim in (*((buffer, buffer.ndim - 4) for buffer in held), (self.slots.text, 0)):
             buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))
         self.slots.lengths = [self.slots.lengths[row] for row in rows]
-        self._hold(None, self.lengths, [()] * len(rows))
+        self._hold()
 
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         self._move_now()
         states = super().export(layer_idx, length)
         return None if states is None else (states[0][: len(self.lengths)], states[1][: len(self.lengths)])
 
-    def _hold(self, moves: Moves | None, before: list[int], paths: Sequence[Sequence[int]]) -> None:
-        """Leave the moves of `paths` to the next forward; an entry without one moves to where it stands."""
+    def _hold(self, moves: Moves | None = None) -> None:
+        """Leave `moves` to the next forward; an entry without one moves to where it stands."""
         self._pending, self._has_moved = moves, False
+        starts, paths = (moves.lengths, moves.paths) if moves is not None else (self.lengths, [()] * len(self.lengths))
         rows = []
-        for length, start, path in zip(self.lengths, before, paths, strict=True):
+        for length, start, path in zip(self.lengths, starts, paths, strict=True):
             entries = [*path, *range(len(path), MOVES)]
             rows.append([length, start, *(start + entry for entry in entries)])
         rows += [[0, 0, *range(MOVES)]] * (self.rows - len(rows))  # rows that have left
@@ -226,7 +236,7 @@ class StaticTreeCache(TreeCache):
     def _move_now(self) -> None:
         if self._pending is not None:
             self._move(self._pending)
-            self._hold(None, self.lengths, [()] * len(self.lengths))
+            self._hold()
 
 
 # ---------------------------------------------------------------------- what is kept for a model
@@ -255,6 +265,8 @@ def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int
 
 
 def give_back_cache(model: PreTrainedModel, cache: StaticTreeCache) -> None:
+    if cache.graphs.is_short:
+        return
     if cache.graphs.capture is None:
         memory_of(model).uncaptured.add(cache.graphs.written_down)
     device = cache.graphs.device

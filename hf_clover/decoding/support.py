@@ -10,6 +10,7 @@ is the version of transformers and not the target.
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
 from .attention import shared_heads
-from .graph_rules import verifies_in_graphs
+from .graph_rules import tell_why_no_graphs, why_no_graphs
 from .private_api import attention_of, cache_name, makes_inputs_itself
 from .state import Text
 from .target_memory import memory_of
@@ -55,6 +56,7 @@ class Route:
     method: str  # "tree", "chain", "replayed chain" or "plain"
     reason: str | None = None
     steps: bool = False  # recurrent layers take the tokens of a forward one by one
+    in_graphs: bool = False  # forwards over trees are captured
     is_understood: bool = True  # False: `reason` tells of this version of transformers, not of the target
 
     def complaint(self, target: PreTrainedModel) -> str:
@@ -87,9 +89,14 @@ def choose_route(
     if reason is not None:
         return Route(PLAIN, reason)
     own = own_inputs(target, torch.cat(text.input_ids), model_kwargs)
-    reason = _why_no_tree(target, own, generation_config) or _why_not_so_long(target, text.max_length)
+    eager_since = why_no_graphs(target, generation_config)
+    reason = _why_no_tree(target, own, eager_since is None) or _why_not_so_long(target, text.max_length)
     if reason is None:
-        return Route(TREE)
+        if eager_since is None:
+            eager_since = memory_of(target).why_no_graphs  # a trial may just have shown it
+        if eager_since is not None:
+            tell_why_no_graphs(target, eager_since)
+        return Route(TREE, in_graphs=eager_since is None)
     route = _without_trees(target, len(text.finished), cache, reason, own)
     misunderstood = why_not_understood()
     return route if misunderstood is None else replace(route, reason=misunderstood, is_understood=False)
@@ -119,7 +126,7 @@ def why_not_understood() -> str | None:
     """None where a made-up Llama verifies a tree here, as it does in every version that hf_clover supports. Asked only
     where a target did not, and once a process: it takes half a second."""
     try:
-        found = _why_no_tree(made_up_llama(), {}, GenerationConfig(disable_compile=True))
+        found = _why_no_tree(made_up_llama(), {}, in_graphs=False)
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
     if found is None:
@@ -134,7 +141,7 @@ def why_not_understood() -> str | None:
 # ---------------------------------------------------------------------- trees
 
 
-def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], asked: GenerationConfig) -> str | None:
+def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) -> str | None:
     """None where a tree is verified exactly. `own`: what `own_inputs` found in the call."""
     config = target.config.get_text_config(decoder=True)
     # A layer that uses another's keys and values, or has no attention, has a dummy.
@@ -154,20 +161,26 @@ def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], asked: Generation
         return "its forward takes no `position_ids`, so its positions are cache slots"
     if getattr(config, "alibi", False):
         return "alibi counts cache slots as positions"
-    in_graphs = verifies_in_graphs(target, asked)
-    key = (in_graphs, *_what_counts(target, own))
-    memory, trial = memory_of(target), GenerationConfig(disable_compile=not in_graphs)
+
+    def measure() -> str | None:
+        found = _measure(target, own, in_graphs)
+        if found is not None and shared_heads(target) > 1:
+            memory_of(target).is_never_packed = True
+            found = _measure(target, own, in_graphs)
+        return found
+
+    try:
+        return _found_once(target, (in_graphs, *_what_counts(target, own)), measure)
+    except NotANumberError:
+        return None  # the walk will say so, and the next call measures again
+
+
+def _found_once(target: PreTrainedModel, key: tuple, measure: Callable[[], str | None]) -> str | None:
+    memory = memory_of(target)
     with memory.measuring:
-        known = memory.why_not
-        if key not in known:
-            try:
-                known[key] = _measure(target, own, trial)
-                if known[key] is not None and shared_heads(target) > 1:
-                    memory.is_never_packed = True
-                    known[key] = _measure(target, own, trial)
-            except NotANumberError:
-                return None  # the walk will say so, and the next call measures again
-        return known[key]
+        if key not in memory.why_not:
+            memory.why_not[key] = measure()
+        return memory.why_not[key]
 
 
 def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
@@ -215,27 +228,29 @@ def _what_counts(target: PreTrainedModel, own: dict[str, Any]) -> tuple:
     return attention_of(config), target.dtype, precision_of(target), device_of(target), target.training, own_names
 
 
-def _measure(target: PreTrainedModel, own: dict[str, Any], trial: GenerationConfig) -> str | None:
+def _measure(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) -> str | None:
     try:
         with left_as_it_was(target):
-            worst = tree_error(target, own, trial)
+            worst = tree_error(target, own, in_graphs)
+        if worst <= rounding_tolerance(target):
+            return None
+        by = f"(by {worst:.1e} of their spread)"
+        drops = "; it is in training mode, where dropout is random: `.eval()` leaves that" if target.training else ""
+        reason = f"its logits for a trial tree differ from those of plain forwards {by}{drops}"
+        of_replays = f"their replays give other logits {by}"
     except NotANumberError:
         raise
     except ChangingInputError as error:
         return f"its class makes another `{error}` for every step, and a tree's nodes are of several"
     except Exception as error:
-        return f"a trial tree failed in it ({type(error).__name__}: {error})"
-    is_exact = worst <= rounding_tolerance(target)
-    if not is_exact and not trial.disable_compile:
-        reason = _measure(target, own, GenerationConfig(disable_compile=True))
-        if reason is None:
-            memory_of(target).why_no_graphs = f"their replays give other logits (by {worst:.1e} of their spread)"
+        what = f"{type(error).__name__}: {error}"
+        reason, of_replays = f"a trial tree failed in it ({what})", f"a trial of them failed ({what})"
+    if not in_graphs:
         return reason
-    if not is_exact:
-        drops = "; it is in training mode, where dropout is random: `.eval()` leaves that" if target.training else ""
-        by = f"(by {worst:.1e} of their spread)"
-        return f"its logits for a trial tree differ from those of plain forwards {by}{drops}"
-    return None
+    why_not_eagerly = _measure(target, own, in_graphs=False)
+    if why_not_eagerly is None:
+        memory_of(target).why_no_graphs = of_replays
+    return why_not_eagerly
 
 
 # ---------------------------------------------------------------------- chains
@@ -245,22 +260,22 @@ def _why_no_chain(
     target: PreTrainedModel, route: Route, batch: int, has_cache: bool, own: dict[str, Any]
 ) -> str | None:
     """None where chains are verified exactly."""
-    key = (route.method, route.steps, batch > 1, has_cache, *_what_counts(target, own))
-    memory = memory_of(target)
-    with memory.measuring:
-        known = memory.why_not
-        if key not in known:
-            try:
-                replays = route.method == REPLAYED
-                with left_as_it_was(target):
-                    error = chain_error(target, replays, route.steps, min(batch, 2), has_cache, own)
-                by = f"(by {error:.1e} of their spread)"
-                is_exact = error <= rounding_tolerance(target) * (CLOSER if route.method == REPLAYED else 1)
-                known[key] = (
-                    None if is_exact else f"several tokens in one forward get other logits than one by one {by}"
-                )
-            except NotANumberError:
-                return "its logits are NaN"
-            except Exception as error:
-                known[key] = f"a trial chain failed in it ({type(error).__name__}: {error})"
-        return known[key]
+    replays = route.method == REPLAYED
+
+    def measure() -> str | None:
+        try:
+            with left_as_it_was(target):
+                worst = chain_error(target, replays, route.steps, min(batch, 2), has_cache, own)
+        except NotANumberError:
+            raise
+        except Exception as error:
+            return f"a trial chain failed in it ({type(error).__name__}: {error})"
+        if worst <= rounding_tolerance(target) * (CLOSER if replays else 1):
+            return None
+        return f"several tokens in one forward get other logits than one by one (by {worst:.1e} of their spread)"
+
+    try:
+        key = (route.method, route.steps, batch > 1, has_cache, *_what_counts(target, own))
+        return _found_once(target, key, measure)
+    except NotANumberError:
+        return "its logits are NaN"

@@ -8,8 +8,7 @@ Shapes: B batch, T prompt columns, n tree nodes, f numbers of a state as the hea
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,17 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from ..network.target_parts import device_of
 from .attention import attention_for_trees, shared_heads
 from .cache import TreeCache
-from .graph_rules import verifies_in_graphs, what_forwards_read
+from .graph_rules import what_forwards_read
 from .graphs import Graphs, filled
-from .interfaces import Held
 from .long_texts import hang_parts, has_gaps, is_for_parts
 from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
-from .private_api import as_for_decoding, cache_name, inputs_after, inputs_of_step, is_the_users, read_prompt
+from .private_api import cache_name, inputs_after, inputs_of_step, read_prompt
 from .ranks import any_goes_on
-from .states import capture_states
+from .run import Run
+from .state import Text
 from .static_cache import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
 from .tree import Tree, chain_of, root_only
+from .walk import walk_in_tensors
 
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 
@@ -44,52 +44,33 @@ MADE_ANEW = (
 OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-class TargetRun:
-    shape: str | None = None  # any tree
-    replayed, must_settle = 0, False
-
+class TargetRun(Run):
     def __init__(
         self,
         target: PreTrainedModel,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
         feature_layers: Sequence[int] = (),
+        in_graphs: bool = False,
+        text: Text | None = None,
     ) -> None:
-        """`feature_layers`: whose states the heads read, as `capture_states` takes them."""
-        self.target, self.generation_config, self.model_kwargs = target, generation_config, dict(model_kwargs)
+        """`in_graphs`: forwards over trees are captured, and with them the walk, where `text` is a greedy one."""
+        super().__init__(target, generation_config, model_kwargs, feature_layers)
+        self.in_graphs, self.text = in_graphs, text if text is not None and text.is_plain_greedy else None
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
         self.cache: TreeCache | StaticTreeCache = TreeCache(self.num_layers)
         self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
         self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
-        self.hidden: torch.Tensor  # [B, n, f] of the last forward, as the heads read it
-        self.prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
-        self.root_position: torch.Tensor  # [B, 1] of the tree that was committed last
-        self.feature_layers = tuple(feature_layers)
-        self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
-        self.known_columns = 0 if self.theirs is None else int(self.theirs.get_seq_length())  # of an earlier turn
         self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
         self._last: torch.Tensor  # [] the answer's last position, beyond which no node stands
-        self._captured: list[torch.Tensor] = []
-        self._open = ExitStack()
         self._implementation: str | None = None
-
-    @contextmanager
-    def open(self) -> Iterator["TargetRun"]:
-        with self._open:
-            self._open.enter_context(capture_states(self.target, self._captured, self.feature_layers))
-            self._open.enter_context(as_for_decoding(self.target))
-            yield self
 
     @property
     def next_position(self) -> torch.Tensor:
         """[..., B, 1] of the root of the next tree."""
         return self._shift + self._starts()
-
-    @property
-    def in_graphs(self) -> bool:
-        return isinstance(self.cache, StaticTreeCache)
 
     @property
     def is_warm(self) -> bool:
@@ -105,12 +86,11 @@ class TargetRun:
     # ------------------------------------------------------------------ forwards
 
     def prefill(self, input_ids: torch.Tensor, limit: int | None = None) -> torch.Tensor:
-        """The prompt, as plain generate does it -> logits [B, 1, V] of its last token. `limit`: the text's length."""
         batch = input_ids.shape[0]
         mask = self.model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.all()):
             self.prompt_mask = mask.bool()
-        if verifies_in_graphs(self.target, self.generation_config):
+        if self.in_graphs:
             self._become_static(input_ids, limit)
         self._load(self.theirs)
         kwargs = {**self.model_kwargs, cache_name(): self.cache}
@@ -145,14 +125,12 @@ class TargetRun:
         return {**self.forward_kwargs, **types}
 
     def verify(self, tree: Tree) -> torch.Tensor:
-        """Logits [B, n, V] of every node, each as if its path were the text."""
         if self._implementation is None:
             self._implementation = self._open.enter_context(attention_for_trees(self.target))
         tree = tree.to(device_of(self.target))
         self._captured.clear()
         if isinstance(self.cache, StaticTreeCache):
-            logits, self.hidden = self._verify_in_place(tree, self.cache)
-            return logits
+            return self._verify_in_place(tree, self.cache)
         with self.cache.staged(tree.size):
             logits = self._verify_growing(tree)
         self.hidden = self._take_hidden()
@@ -169,35 +147,34 @@ class TargetRun:
         )
         return outputs.logits
 
-    def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> torch.Tensor:
         """A node or row too many stands beside the others and is not looked at."""
         batch, size = tree.tokens.shape
         width = min((count for count in NODE_COUNTS if count >= size), default=size)
         rows, columns = cache.look_at(width)
-        trees = [filled(filled(part, width, 1), rows) for part in (tree.tokens, tree.parents, tree.depths)]
-        of_tokens = [filled(part, rows, -2) for part in (*self.token_kwargs.values(), self._shift)]  # [..., B, 1]
-        inputs, forward = [*trees, self._last, *of_tokens], partial(self._forward_in_place, cache)
+        inputs = [filled(filled(tree.packed(), width, 2), rows, 1), self._last]
+        inputs += [filled(part, rows, -2) for part in (self._shift, *self.token_kwargs.values())]  # [..., B, 1]
+        if self.text is not None:
+            inputs.append(filled(self.text.limits(), rows))
+        forward = partial(self._forward_in_place, cache)
         with cache.staged(width):
             if width > NODE_COUNTS[-1] or self._has_other_tensors:
                 found: tuple[torch.Tensor, ...] = forward(*inputs)
             else:
-                named = (*self.token_kwargs, *self.forward_kwargs.items())
-                parts = is_for_parts(cache.slots)
-                key = (rows, columns, width, parts, str(self._mask_dtype()), self.feature_layers, repr(named))
+                named, parts = repr((*self.token_kwargs, *self.forward_kwargs.items())), is_for_parts(cache.slots)
+                ends = None if self.text is None else len(self.text.ends)
+                key = (rows, columns, width, parts, str(self._mask_dtype()), self.feature_layers, named, ends)
                 found = cache.graphs.run(key, forward, inputs)
-        return found[0][:batch, :size], found[1][:batch]
+        logits, self.hidden, *walked = (part[:batch] for part in found)
+        self.walked = walked[0] if walked else None
+        return logits[:, :size]
 
     def _forward_in_place(
-        self,
-        cache: StaticTreeCache,
-        tokens: torch.Tensor,
-        parents: torch.Tensor,
-        depths: torch.Tensor,
-        *more: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, n, V] and states [B, n, f], in tensors alone. `more`: no position beyond, what each token has,
-        and the shift of positions [..., B, 1]."""
-        slots, rules, (last, *values, shift) = cache.slots, self.rules, more
+        self, cache: StaticTreeCache, tree: torch.Tensor, last: torch.Tensor, shift: torch.Tensor, *more: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits [B, n, V] and states [B, n, f], in tensors alone, of `Tree.packed` [4, B, n]. `last`: no position
+        beyond; `shift` of positions [..., B, 1]; `more`: what each token has and, for a walk, `Text.limits`."""
+        slots, rules, (tokens, parents, depths, _) = cache.slots, self.rules, tree
         size, starts = tokens.shape[1], slots.starts
         slots.index = starts + torch.arange(size, device=tokens.device)  # [B, n]
         ancestors = ancestors_of(parents, size.bit_length())
@@ -205,7 +182,7 @@ class TargetRun:
         masks = rules.masks(visible, starts, depths, slots.visible_text, self._mask_dtype())
         if is_for_parts(slots):
             hang_parts(masks, rules, ancestors, slots, self._mask_dtype())
-        named = dict(zip(self.token_kwargs, values, strict=True))
+        named = dict(zip(self.token_kwargs, more, strict=False))
         self._captured.clear()
         outputs = self.target(
             input_ids=tokens,
@@ -215,22 +192,20 @@ class TargetRun:
             return_dict=True,
             **{cache_name(): cache, **self._inputs_of(size, named)},
         )
-        return outputs.logits, self._take_hidden()
+        hidden = self._take_hidden()
+        if self.text is None:
+            return outputs.logits, hidden
+        walked = walk_in_tensors(tree, ancestors, outputs.logits, more[-1])
+        return outputs.logits, _at(hidden, walked[:, 0].clamp(min=0)), walked
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the walked nodes of each row (the prefill's own token is already kept: its path is empty)."""
         root = self.next_position
         self.root_position = root.reshape(-1, *root.shape[-2:])[0]
+        if self.walked is None and any(list(path) != list(range(len(path))) for path in paths):
+            longest = max(map(len, paths))
+            nodes = [[*path, *[0] * (longest - len(path))] for path in paths]
+            self.hidden = _at(self.hidden, torch.tensor(nodes, device=self.hidden.device))
         self.cache.commit(paths)
-
-    @property
-    def has_the_users_cache(self) -> bool:
-        return is_the_users(self.theirs)
-
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether somebody will see the cache when the text is over."""
-        return self.generation_config.return_dict_in_generate or self.has_the_users_cache
 
     @property
     def can_drop_rows(self) -> bool:
@@ -242,7 +217,6 @@ class TargetRun:
         return any(isinstance(value, torch.Tensor) for value in self.forward_kwargs.values())
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order; the others' keys and values are gone."""
         self.cache.keep_rows(rows)
         index = torch.tensor(rows, device=self._shift.device)
         self._shift = self._shift.index_select(-2, index)
@@ -250,9 +224,6 @@ class TargetRun:
         self.hidden = self.hidden[index.to(self.hidden.device)]
         if self.prompt_mask is not None:
             self.prompt_mask = self.prompt_mask[index.to(self.prompt_mask.device)]
-
-    def _take_hidden(self) -> torch.Tensor:
-        return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
 
     # ------------------------------------------------------------------ masks
 
@@ -277,10 +248,6 @@ class TargetRun:
         return (self.cache.dtype if self._implementation == "sdpa" else None) or self.target.dtype
 
     # ------------------------------------------------------------------ other caches
-
-    def hold(self, context: AbstractContextManager[Held]) -> Held:
-        """Enters `context` for as long as this run is open."""
-        return self._open.enter_context(context)
 
     def _become_static(self, input_ids: torch.Tensor, limit: int | None) -> None:
         embeds = self.model_kwargs.get("inputs_embeds")
@@ -310,8 +277,7 @@ class TargetRun:
             self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
 
     def hand_back(self, columns: int) -> Any:
-        """The first `columns` as a cache that plain generate can continue: the user's own, or a new one. It gets what
-        it does not hold yet, and makes of that what it would in plain generate."""
+        """It gets what it does not hold yet, and makes of that what it would in plain generate."""
         cache = self.theirs if self.theirs is not None else DynamicCache(config=self.text_config)
         if not isinstance(cache, DynamicCache):
             cache.reset()
@@ -324,8 +290,6 @@ class TargetRun:
         return cache
 
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
-        """Keys and values of everything but the last token of `sequences` [B, L], where rows that ended early are
-        padded as plain generate pads them; returns their number."""
         columns, device, width = max(self.cache.lengths), sequences.device, sequences.shape[1]
         while any_goes_on(min(self.cache.lengths) == columns, synced_gpus, device):
             if min(self.cache.lengths) == columns:  # another process's rows are still uneven: keep it company
@@ -339,6 +303,11 @@ class TargetRun:
             self.verify(chain_of(tokens))
             self.commit([range(min(gap, block)) for gap in missing])
         return columns
+
+
+def _at(states: torch.Tensor, nodes: torch.Tensor) -> torch.Tensor:
+    """States [B, n, f] at nodes [B, m] -> [B, m, f]"""
+    return states.gather(1, nodes[..., None].expand(-1, -1, states.shape[2]))
 
 
 def takes_positions(target: PreTrainedModel) -> bool:

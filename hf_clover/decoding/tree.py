@@ -27,7 +27,7 @@ class Tree:
     parents: torch.Tensor  # [B, n], the root's parent is the root
     depths: torch.Tensor  # [B, n]
     log_probs: torch.Tensor  # [B, n], of the whole path
-    valid: torch.Tensor  # [B, n]
+    valid: torch.Tensor  # [B, n], bool or 0 and 1
     max_depth: int
 
     @property
@@ -48,6 +48,15 @@ class Tree:
         values = (self.tokens, self.parents, self.depths, self.log_probs, self.valid)
         tokens, parents, depths, log_probs, valid = map(change, values)
         return Tree(tokens, parents, depths, log_probs, valid, max_depth)
+
+    def packed(self) -> torch.Tensor:
+        """[4, B, n]: all but the probabilities as one tensor, which is one copy into a graph."""
+        return torch.stack((self.tokens, self.parents, self.depths, self.valid.long()))
+
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor, log_probs: torch.Tensor, max_depth: int) -> "Tree":
+        tokens, parents, depths, valid = packed
+        return cls(tokens, parents, depths, log_probs, valid, max_depth)
 
     def ancestors(self) -> torch.Tensor:
         """[B, n, n]: whether column is row or above it."""
@@ -85,7 +94,7 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: 
     -inf from where a row has no path. What both have counts once, with the better of the two."""
     tokens, log_probs = tokens[:, :nodes], log_probs[:, :nodes]  # more of a path cannot be among them
     size, count = tree.size, tokens.shape[1]
-    below_root = tree.valid.clone()
+    below_root = tree.valid > 0
     below_root[:, 0] = False
     alike = (tree.tokens[:, None] == tokens[..., None]) & below_root[:, None]  # [B, k, n]
     same = torch.zeros_like(alike)  # for each place of the path the node, one at most, that the path goes through

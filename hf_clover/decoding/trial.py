@@ -141,7 +141,7 @@ def _of_rows(own: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def tree_error(target: PreTrainedModel, own: dict[str, Any], config: GenerationConfig) -> float:
+def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = False) -> float:
     """A tree against its paths: two rows, one left-padded, before and after a commit. `own`: see `own_inputs`."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
@@ -156,11 +156,11 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], config: GenerationC
     # Steps of plain generate, padding and cache included, are what the first tree's first path must be.
     stepped, made = _plain_steps(target, prompt, kwargs, torch.tensor(tokens, device=device)[:, _STEPPED])  # [2, k, V]
     own = {**own, **_of_one_row(made, 2)}
-    run, errors = TargetRun(target, config, kwargs), []
+    run, errors = TargetRun(target, GenerationConfig(), kwargs, in_graphs=in_graphs), []
     with run.open():
         run.prefill(prompt)
         # The second tree stands on what was kept of the first. A graph is captured there, and replayed with the third.
-        for turn in range(3 if run.in_graphs else 2):
+        for turn in range(3 if in_graphs else 2):
             logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
             if turn == 0:
                 pairs = zip(logits[:, _STEPPED].flatten(0, 1), stepped.flatten(0, 1), strict=True)

@@ -3,7 +3,8 @@
 Contract: at a node, the caller's processors see that node's logits and exactly the `input_ids` plain generate would
 show them, a token is picked as plain generate picks it, the stopping criteria are asked, and the walk goes on to the
 child that carries the token. With no such child it ends, having still emitted one token. `replay` is this to the
-letter; `greedy_walk` is the same for greedy decoding without processors, as tensor operations with one device sync.
+letter; `greedy_walk` is the same for greedy decoding without processors, with one device sync. Where the forward over
+the tree is a graph, `walk_in_tensors` is part of it, and `read_walk` tells the text what it found.
 
 Shapes: B batch, n tree nodes, V vocabulary, L text columns.
 """
@@ -128,8 +129,8 @@ def _process(
 
 def _children(tree: Tree) -> list[dict[tuple[int, int], int]]:
     """Per row: (node, token) -> the child of that node that carries that token."""
-    packed = torch.stack((tree.tokens, tree.parents, tree.valid.long()), dim=1)  # [B, 3, n]
-    return [_children_of_row(*row) for row in packed.tolist()]
+    tokens, parents, _, valid = tree.packed().tolist()
+    return list(map(_children_of_row, tokens, parents, valid))
 
 
 def _children_of_row(tokens: list[int], parents: list[int], valid: list[int]) -> dict[tuple[int, int], int]:
@@ -151,24 +152,67 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
         paths.append(path)
         if text.finished[row]:
             continue
-        children = _children_of_row(tokens, parents, valid)
-        text.found_no_drafts |= tree.size > 1 and not children
-        input_ids = text.input_ids[row]  # [1, L]
-        room = text.max_length - input_ids.shape[1]
+        children, room = _children_of_row(tokens, parents, valid), text.room_of(row)
         node: int | None = 0
         while node is not None:
-            if is_broken[node]:
-                raise_nan(logits[place])
             path.append(node)
-            text.finished[row] = chosen[node] in text.ends or len(path) >= room
-            node = None if text.finished[row] else children.get((node, chosen[node]))
-        text.fresh[row] += (chosen[node] for node in path)
-        new = torch.tensor([[chosen[node] for node in path]], dtype=input_ids.dtype, device=input_ids.device)
-        text.input_ids[row] = torch.cat((input_ids, new), dim=-1)
-        text.emitted += len(path)
-        if text.streamer is not None:
-            for token in new[0].cpu().split(1):
-                text.streamer.put(token)
+            ends = chosen[node] in text.ends or len(path) >= room
+            node = None if ends else children.get((node, chosen[node]))
+        emitted = [chosen[node] for node in path]
+        new = torch.tensor([emitted], dtype=text.input_ids[row].dtype, device=text.input_ids[row].device)
+        is_nan = any(is_broken[node] for node in path)
+        _emit(text, row, emitted, new, logits[place], is_nan, tree.size > 1 and not children)
+    return paths
+
+
+def _emit(
+    text: Text, row: int, tokens: list[int], new: torch.Tensor, logits: torch.Tensor, is_nan: bool, no_drafts: bool
+) -> None:
+    """`tokens`, which are `new` [1, k] on the text's device, unless one of the `logits` [n, V] behind them is NaN."""
+    text.found_no_drafts |= no_drafts
+    if is_nan:
+        raise_nan(logits)
+    text.finished[row] = tokens[-1] in text.ends or len(tokens) >= text.room_of(row)
+    text.fresh[row] += tokens
+    text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
+    text.emitted += len(tokens)
+    if text.streamer is not None:
+        for token in tokens:
+            text.streamer.put(torch.tensor([token]))
+
+
+# ---------------------------------------------------------------------- the fast walk in a graph
+
+
+def walk_in_tensors(
+    tree: torch.Tensor, ancestors: torch.Tensor, logits: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:
+    """`greedy_walk` of `Tree.packed` [4, B, n], without the host. [B, 3, n]: the walked nodes of each row, with -1
+    behind them; the tokens picked there; and of each 1 where the logits hold a NaN, with 2 more where the row has
+    drafts. `limits` as `Text.limits` has them."""
+    tokens, parents, depths, valid = tree
+    best, picks = logits.max(dim=-1)  # [B, n], a NaN if there is one
+    above = picks.gather(1, parents)  # what is picked at each node's parent
+    follows = (tokens == above) & valid.bool() & (above[..., None] != limits[:, None, 1:]).all(-1)  # [B, n]
+    follows[:, 0] = True
+    walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]
+    order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    places = torch.where(walked, depths, order.shape[1])  # one of each depth: siblings carry different tokens
+    nodes = order.new_full((len(order), order.shape[1] + 1), -1).scatter_(1, places, order)[:, :-1]
+    at = nodes.clamp(min=0)
+    marks = best.isnan().gather(1, at) + 2 * valid[:, 1:].any(1, keepdim=True)
+    return torch.stack((nodes, picks.gather(1, at), marks), dim=1)
+
+
+def read_walk(walked: torch.Tensor, tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
+    """What `greedy_walk` does, once `walk_in_tensors` has found `walked` [B, 3, n]."""
+    paths: list[list[int]] = []
+    for place, (row, (nodes, tokens, marks)) in enumerate(zip(text.running, walked.tolist(), strict=True)):  # one sync
+        path = [node for node in nodes if node >= 0]
+        paths.append(path)
+        if path:  # else it has ended
+            is_nan, new = any(mark % 2 for mark in marks[: len(path)]), walked[place, 1:2, : len(path)]
+            _emit(text, row, tokens[: len(path)], new, logits[place], is_nan, tree.size > 1 and marks[0] < 2)
     return paths
 
 

@@ -20,6 +20,7 @@ from ..network.modeling_clover import CloverHeads
 from ..network.modeling_eagle3 import Eagle3Heads
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import (
+    are_divided,
     find_decoder,
     fingerprint,
     is_plain,
@@ -85,7 +86,7 @@ def checked_target(target: nn.Module) -> PreTrainedModel:
     model = unwrap(target)
     if model.config.is_encoder_decoder:
         raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")
-    if any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters()):
+    if are_divided(model.parameters()):
         raise ValueError(
             f"`target`, a `{type(model).__name__}`, is divided among processes (tensor parallel, FSDP or ZeRO), and "
             "heads are made from its weights: make them from the whole target in one process, with "

@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
@@ -159,6 +159,16 @@ def device_of(target: PreTrainedModel, part: nn.Module | None = None) -> torch.d
     return device
 
 
+def come_and_go(modules: Iterable[nn.Module]) -> bool:
+    """Whether weights of any of them are fetched for every forward."""
+    return any(hasattr(module, "_hf_hook") for module in modules)
+
+
+def are_divided(weights: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them is divided among processes (tensor parallel, FSDP, ZeRO)."""
+    return any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in weights)
+
+
 @torch.no_grad()
 def whole(module: nn.Module) -> nn.Module:
     """The module itself; or, where its weights are divided among processes (tensor parallel, FSDP, ZeRO) or kept off
@@ -166,9 +176,10 @@ def whole(module: nn.Module) -> nn.Module:
     call it at the same time."""
     modules = list(module.modules())
     weights = [weight for each in modules for weight in each.parameters(recurse=False)]
-    if not any(weight.is_meta or hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in weights):
+    are_elsewhere = any(weight.is_meta for weight in weights)
+    if not (are_elsewhere or are_divided(weights)):
         return module
-    if any(weight.is_meta for weight in weights) and not any(hasattr(each, "_hf_hook") for each in modules):
+    if are_elsewhere and not come_and_go(modules):
         return module  # a target without weights, for whoever asks what fits what
     # FSDP puts two classes before it.
     kind: type[nn.Module] = type(module).__mro__[2] if hasattr(module, "reshard") else type(module)

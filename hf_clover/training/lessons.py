@@ -19,8 +19,8 @@ import torch
 from transformers import Cache
 
 if TYPE_CHECKING:
-    from ..decoding.interfaces import Run
     from ..decoding.record import Speculation
+    from ..decoding.run import Run
 
 SHORTEST = 4  # positions: of three there is one prediction, and nothing before it
 LONGEST = 2048  # positions that heads look at together, as in training

@@ -44,8 +44,8 @@ from .pace import Pace
 from .teacher import Teacher
 
 if TYPE_CHECKING:
-    from ..decoding.interfaces import Run
     from ..decoding.record import Speculation
+    from ..decoding.run import Run
 
 logger = logging.get_logger(__name__)
 
