@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from capturing import captures  # noqa: F401  (a fixture)
 from training.tiny import make_target
 from transformers import DynamicCache
 
@@ -50,8 +51,10 @@ def weights_of(model) -> torch.Tensor:
 # ---------------------------------------------------------------------- what is heard
 
 
+@pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("kind", ["clover-x", "eagle-3"])
-def test_a_batch_is_heard_as_one_forward_over_its_texts_would_see_it(target, kind):
+def test_a_batch_is_heard_as_one_forward_over_its_texts_would_see_it(target, kind, in_graphs, request):
+    stand_in = request.getfixturevalue("captures") if in_graphs else None
     made = CloverHeads.from_target(target, num_heads=2) if kind == "clover-x" else Eagle3Heads.from_target(target)
     learner = learner_of(target, made)
     prompt = torch.stack((PROMPT[0], torch.cat((torch.zeros(5, dtype=torch.long), PROMPT[0, :7]))))
@@ -61,6 +64,7 @@ def test_a_batch_is_heard_as_one_forward_over_its_texts_would_see_it(target, kin
         learner.lessons.add = heard.extend
         texts = write(target, learner, prompt, attention_mask=mask)
     teacher = Teacher(target, made)
+    assert stand_in is None or stand_in.replayed > 5
     assert len(heard) == 2
     for row, document in enumerate(heard):
         ids = texts[row][mask[row].argmax() :][None]
