@@ -28,7 +28,7 @@ class StepRecord(BaseStreamer):
         self.times: list[float] = []  # of each token, in seconds from the prompt's forward on
         self.seconds = 0.0
         self.plain_step: float | None = None  # seconds, where the automatic budget has seen any
-        self._has_seen_prompt, self._start = False, time.perf_counter()
+        self._has_seen_prompt, self._start = False, 0.0
 
     def generate(self, target: "PreTrainedModel", inputs: Mapping[str, Any], heads: Any = None, **options: Any) -> Any:
         """`target.generate`, watched; returns its output, always as a dictionary."""
@@ -63,7 +63,8 @@ class StepRecord(BaseStreamer):
 
     def end(self) -> None:
         """The text is over. What heads learn after it is no part of its time. A second call finds nothing to do."""
-        self.seconds = self.seconds or time.perf_counter() - self._start
+        if self._start and not self.seconds:
+            self.seconds = time.perf_counter() - self._start
 
     @property
     def tokens(self) -> list[int]:
