@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +28,7 @@ from hf_clover.apps.chat import Conversation, ConversationFull, chat
 from hf_clover.apps.live import LiveStreamer
 from hf_clover.cli import inputs
 from hf_clover.measure.step_record import StepRecord
+from hf_clover.training import online
 
 pytestmark = pytest.mark.long("hf_clover/cli", "hf_clover/apps")
 
@@ -57,6 +58,13 @@ def heads(folder, target):
     heads = CloverHeads.from_pretrained(folder / "heads")
     target.generate(torch.tensor([[5]]), assistant_model=heads, max_new_tokens=3)  # what happens once per target
     return heads
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of heads that learn."""
+    monkeypatch.setattr(online, "TOKENS", 40)
+    monkeypatch.setattr(online, "WINDOW", 16)
 
 
 @pytest.fixture
@@ -519,6 +527,168 @@ def rest_of(process: subprocess.Popen, stdin: bytes = b"", limit: float = 120) -
         pytest.fail(f"did not end; stdout {out[-500:]}, stderr:\n{err.decode(errors='replace')[-8000:]}")
 
 
+# ---------------------------------------------------------------------- heads that learn
+
+LEARNED = re.compile(
+    r"^heads that learn: (?:(\d+\.\d) tokens per forward \((\d+\.\d) when we began\), )?([\d,]+) tokens learned from$",
+    re.MULTILINE,
+)
+
+
+def state_of(learning: Path) -> dict:
+    from safetensors import safe_open
+
+    with safe_open(learning / "learner.safetensors", framework="pt") as file:
+        return json.loads(file.metadata()["learner"])
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "regenerate", "serve"])
+def test_the_help_of_learn_says_the_promise(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.replace("│", " ").split())
+    assert "weights learn from what is written, and can remember it; without this option nothing is learned." in said
+
+
+def test_chat_goes_on_learning_where_it_stopped(run, folder, target, tmp_path, short_steps):
+    """And says the same, whatever was learned; of what was said, nothing is in the folder."""
+    words = ["chat", "--target", str(folder / "target"), "--learn", str(tmp_path / "mine")]
+    greedy, planted = ["--max-new-tokens", "30", "--temperature", "0"], "my secret is xylophone"
+    first = run(*words, *greedy, stdin=f"def f(x):\n/clear\n{planted}\n")
+    assert first.code == 0, first.err
+    assert continuation(target, PROMPT, 30) in first.out
+    assert continuation(target, planted, 30) in first.out
+    assert len(FIGURES.findall(first.out)) == len(LEARNED.findall(first.out)) == 2
+    before = state_of(tmp_path / "mine")
+    assert before["tokens"] > len(planted) + 40
+    second = run(*words, *greedy, stdin="def f(x):\n")
+    assert second.code == 0, second.err
+    assert continuation(target, PROMPT, 30) in second.out
+    *_, tokens = LEARNED.search(second.out).groups()
+    assert int(tokens.replace(",", "")) >= before["tokens"]
+    after = state_of(tmp_path / "mine")
+    assert after["tokens"] > before["tokens"]
+    assert after["seconds"] > before["seconds"]
+    ids = make_tokenizer()(planted).input_ids
+    needles = [planted.encode(), planted[:12].encode(), continuation(target, planted, 30)[:12].encode()]
+    needles += [torch.tensor(ids[:10], dtype=dtype).numpy().tobytes() for dtype in (torch.int32, torch.int64)]
+    needles.append(str(ids[:5])[1:-1].encode())
+    files = [path for path in (tmp_path / "mine").rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files for needle in needles if needle in path.read_bytes()]
+
+
+def test_chat_learns_while_it_waits_and_stops_when_a_line_comes(target, heads):
+    class Learner:
+        states: list[str] = []
+
+        @contextmanager
+        def idle(self):
+            self.states.append("learns")
+            try:
+                yield
+            finally:
+                self.states.append("stops")
+
+    learner = Learner()
+    conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=3)
+    conversation.answer = lambda *_: learner.states.append("answers")
+    lines = iter(["abc", KeyboardInterrupt, EOFError])
+
+    def read():
+        line = next(lines)
+        if line in (KeyboardInterrupt, EOFError):
+            raise line
+        return line
+
+    heads.learner = learner
+    try:
+        chat(conversation, Console(file=io.StringIO()), read)
+    finally:
+        heads.learner = None
+    assert learner.states == ["learns", "stops", "answers", *["learns", "stops"] * 2]
+
+
+def test_generate_learns(run, folder, models, target, tmp_path, short_steps):
+    asked = ["generate", PROMPT, "--max-new-tokens", "40", "--learn", str(tmp_path / "mine")]
+    for count, words in ((48, models), (96, models[:2])):  # from --heads, then from the folder
+        said = run(*asked, *words)
+        assert said.code == 0, said.err
+        assert said.out == PROMPT + continuation(target, PROMPT, 40) + "\n"
+        figures, learned = said.err.strip().splitlines()[-2:]
+        assert FIGURES.fullmatch(figures)
+        now, began, tokens = LEARNED.fullmatch(learned).groups()
+        assert float(now) > 1
+        assert float(began) > 1
+        assert int(tokens) == count == state_of(tmp_path / "mine")["tokens"]
+    said = run(*asked, *models[:2], "--json", "--pack")
+    assert json.loads(said.out)["text"] == continuation(target, PROMPT, 40)
+    assert json.loads(said.out)["tokens_learned_from"] == 144
+
+
+def test_a_folder_that_has_learned_comes_before_the_default_heads(run, folder, monkeypatch, tmp_path, short_steps):
+    (tmp_path / "stand_in").symlink_to(folder)
+    monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
+    for name, words in (("made", ["--target", str(folder / "target")]), ("default", [])):
+        for more in (words, []):
+            said = run("generate", PROMPT, "--max-new-tokens", "40", "--learn", str(tmp_path / name), *more)
+            assert said.code == 0, said.err
+        assert CloverHeads.from_pretrained(tmp_path / name).config.num_heads == {"made": 5, "default": 3}[name]
+
+
+def test_heads_of_another_shape_than_the_folders_are_refused(run, folder, models, tmp_path, target):
+    CloverHeads.from_target(target, num_heads=2, variant="clover-2").save_pretrained(tmp_path / "mine")
+    said = run("generate", PROMPT, *models, "--learn", str(tmp_path / "mine"))
+    assert (said.code, said.out) == (2, "")
+    assert "holds heads of other sizes than `heads`" in said.err
+
+
+def test_a_file_in_place_of_the_folder_is_refused_before_anything_is_learned(run, models, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    said = run("generate", PROMPT, *models, "--learn", str(tmp_path / "mine"))
+    assert (said.code, said.out) == (2, "")
+    assert "File exists" in said.err
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("ending", [KeyboardInterrupt, signal.SIGTERM])
+def test_ctrl_c_and_a_kill_save_what_was_learned(folder, target, tmp_path, short_steps, ending):
+    handler, learners = signal.getsignal(signal.SIGTERM), []
+    tokens = torch.tensor([make_tokenizer()(PROMPT).input_ids])
+
+    def write() -> None:
+        with inputs.learning(tmp_path / "mine", None, target) as (heads, learner):
+            learners.append(learner)
+            target.generate(tokens, assistant_model=heads, max_new_tokens=60)
+            if ending is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            signal.raise_signal(ending)
+
+    with pytest.raises((KeyboardInterrupt, SystemExit)) as left:
+        write()
+    assert left.type is KeyboardInterrupt or left.value.code == 143
+    assert state_of(tmp_path / "mine")["tokens"] == learners[0].tokens > 0
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert learners[0].heads.learner is None
+
+
+def test_without_learn_nothing_is_learned(target, heads):
+    before = {name: value.clone() for name, value in heads.state_dict().items()}
+    with inputs.learning(None, heads, target) as (same, learner):
+        assert same is heads
+        assert learner is heads.learner is None
+        target.generate(torch.tensor([[5, 6]]), assistant_model=same, max_new_tokens=60)
+    assert all(torch.equal(value, before[name]) for name, value in heads.state_dict().items())
+
+
+def test_what_heads_learn_after_an_answer_is_no_part_of_its_time(target, heads):
+    record = StepRecord()
+    with record.listening(target):
+        target.generate(torch.tensor([[5, 6, 7]]), assistant_model=heads, max_new_tokens=5, streamer=record)
+        seconds = record.seconds
+        time.sleep(0.01)
+    assert record.seconds == seconds >= record.times[-1]
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_real_ctrl_c_in_chat(models):
     process = start(
@@ -584,6 +754,18 @@ def test_benchmark_and_plot(run, models, folder, tmp_path):
     pictures = [Path(line) for line in said.out.splitlines()]
     assert [picture.name for picture in pictures] == ["result.png", "result-dark.png"]
     assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_plot_of_a_folder_that_has_learned(run, folder, tmp_path, short_steps):
+    pytest.importorskip("matplotlib")
+    words = ["--target", str(folder / "target"), "--learn", str(tmp_path), "--max-new-tokens", "40"]
+    assert run("generate", PROMPT, *words).code == 0
+    said = run("plot", str(tmp_path))
+    assert said.code == 0, said.err
+    assert said.out.splitlines() == [str(tmp_path / name) for name in ("learning.png", "learning-dark.png")]
+    said = run("plot", str(folder))
+    assert said.code == 2
+    assert "holds no learning.json, which heads that learn leave" in said.err
 
 
 def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, monkeypatch):

@@ -57,6 +57,15 @@ def training(evaluated=True):
     return {"log_history": log}
 
 
+def learning(entries):
+    """Of heads that learn: more tokens per forward from one entry to the next, and every third one lower."""
+    record = [
+        {"tokens": 480 * i, "seconds": 11.0 * (i + 1), "tokens_per_forward": 1.1 + i / entries - (i % 3 == 2) / 9}
+        for i in range(entries)
+    ]
+    return {"kind": "online learning", "record": record}
+
+
 NAMES = [f"without the part number {i}, as in the second paper" for i in range(10)]
 GROUPED = {
     "title": "A title so long that it cannot stand in one line, however small the letters of a title may be made",
@@ -87,6 +96,8 @@ RESULTS = {
         ]
     ),
     "training": training(),
+    "heads that learn": learning(200),
+    "heads that began to learn": learning(6),
     "experiment": {"kind": "experiment", "figure": GROUPED},
 }
 
@@ -232,6 +243,30 @@ def test_training_shows_held_out_figures_where_there_are(pages):
     ]
 
 
+def test_heads_that_learn_are_shown_over_tokens_and_over_time(pages):
+    tokens, time = pages["heads that learn"].axes
+    assert (tokens.get_xlabel(), time.get_xlabel(), tokens.get_ylabel()) == ("tokens", "minutes", "tokens per forward")
+    assert [axes.lines[0].get_xdata()[-1] for axes in (tokens, time)] == [480 * 199, 11 * 200 / 60]
+    assert "100,000" in [label.get_text() for label in tokens.get_xticklabels()] or tokens.get_xlim()[1] < 100_000
+    figure = figure_of(RESULTS["heads that learn"])
+    series, entries = figure["panels"][0]["series"][0], RESULTS["heads that learn"]["record"]
+    last = [entry["tokens_per_forward"] for entry in entries[-10:]]
+    assert (series["y"][-1], series["low"][-1], series["high"][-1]) == (sum(last) / 10, min(last), max(last))
+    few = figure_of(RESULTS["heads that began to learn"])["panels"]
+    assert [panel["xlabel"] for panel in few] == ["tokens", "seconds"]
+    shown = RESULTS["heads that began to learn"]["record"]
+    assert few[0]["series"][0]["y"] == [entry["tokens_per_forward"] for entry in shown]
+    assert few[0]["reference"] == {"y": 1.0, "label": "plain generate"}
+
+
+def test_the_folder_of_heads_that_learn_may_be_named_in_place_of_its_file(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no learning\.json, which heads that learn leave"):
+        plot(tmp_path)
+    (tmp_path / "learning.json").write_text(json.dumps(learning(6)))
+    assert [path.name for path in plot(tmp_path)] == ["learning.png", "learning-dark.png"]
+    assert plot(tmp_path / "learning.json", tmp_path / "a")[0] == tmp_path / "a" / "learning.png"
+
+
 def test_more_methods_than_colours_can_be_told_apart():
     names = [f"drafter {chr(97 + i)}" for i in range(20)]
     looks = _looks([{"series": [{"label": name} for name in ["clover-x", "medusa", *names]]}], THEMES["light"])
@@ -283,9 +318,13 @@ def test_drawing_is_not_imported_before_something_is_drawn():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{}", r"thing\.json: there is nothing here to draw.*hf-clover benchmark.*experiments.*trainer_state\.json"),
+        (
+            "{}",
+            r"thing\.json: there is nothing here to draw.*benchmark.*experiments.*trainer_state\.json.*--learn",
+        ),
         ("[1]", r"thing\.json: there is nothing here to draw"),
         ("no", r"thing\.json is not JSON"),
+        ('{"kind": "online learning", "record": []}', r"nothing has been generated with these heads since they began"),
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', r"thing\.json: .* not written by CloverTrainer"),
         (
             '{"kind": "benchmark", "rows": [{"method": "plain", "skipped": "too large"}]}',

@@ -10,6 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -27,6 +28,7 @@ from hf_clover import CloverHeads, cli
 from hf_clover.apps import answering, asked, preparing, serving, wire
 from hf_clover.cli import serving as command
 from hf_clover.decoding import private_api
+from hf_clover.training import online
 
 pytestmark = pytest.mark.long("hf_clover/apps")
 
@@ -90,15 +92,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_folders(tmp_path_factory.mktemp("served"), says=ASCII)
 
 
+def parts_of(folder: Path) -> tuple[Any, Any, CloverHeads]:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    heads = CloverHeads.from_pretrained(folder / "heads")
+    heads.generation_config.num_assistant_tokens = 8
+    return AutoModelForCausalLM.from_pretrained(folder / "target"), tokenizer, heads
+
+
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Callable[..., Any]:
     def app(**options: Any) -> Any:
-        tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-        tokenizer.chat_template = CHAT_TEMPLATE
-        heads = CloverHeads.from_pretrained(folder / "heads")
-        heads.generation_config.num_assistant_tokens = 8
-        target = AutoModelForCausalLM.from_pretrained(folder / "target")
-        return serving.make_app(target, tokenizer, heads, NAME, **options)
+        return serving.make_app(*parts_of(folder), NAME, **options)
 
     return app
 
@@ -776,6 +781,66 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     return exit_.value.code
+
+
+class Eager:
+    """A teacher who never comes to an end by himself."""
+
+    steps = tokens = 0
+
+    def step(self) -> bool:
+        self.steps += 1
+        time.sleep(0.001)
+        return True
+
+    def listen(self, _: Any) -> Any:
+        return SimpleNamespace(hear=lambda *_: None, remember=lambda *_: None, end=lambda *_: None)
+
+
+def test_learning_ends_for_a_request_and_for_the_end(folder: Path) -> None:
+    target, tokenizer, heads = parts_of(folder)
+    heads.learner = eager = Eager()
+    with running(serving.make_app(target, tokenizer, heads, NAME)) as port:
+        served, steps = Served(folder, port), [0]
+        for text in TEXTS[:3]:
+            assert served.asked(text, max_tokens=12).choices[0].text == served.plain(text, 12)
+            deadline = time.monotonic() + 60
+            while eager.steps == steps[-1] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            steps.append(eager.steps)
+    assert steps == sorted(set(steps)), "it learned after each request"
+
+
+def test_heads_learn_between_requests(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(online, "TOKENS", 40)
+    target, tokenizer, heads = parts_of(folder)
+    with online.OnlineLearner(heads, target, tmp_path, share=1e-9) as learner:
+        with running(serving.make_app(target, tokenizer, heads, NAME)) as port:
+            served = Served(folder, port)
+            for count in (1, 2, 3):
+                assert served.asked(max_tokens=60).choices[0].text == served.plain(PROMPT, 60)
+                deadline = time.monotonic() + 60
+                while learner.steps < count and time.monotonic() < deadline:
+                    time.sleep(0.02)
+            assert served.speculation()["tokens_learned_from"] == learner.tokens
+        assert learner.steps >= 3, "calls themselves have time for one"
+    assert CloverHeads.from_pretrained(tmp_path).config.num_heads == 3
+
+
+def test_the_command_learns_where_it_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    seen: list[tuple] = []
+
+    def serve(target: Any, tokenizer: Any, heads: CloverHeads, *_: Any, **__: Any) -> None:
+        seen.append((heads.learner, target.generation_config.num_assistant_tokens))
+
+    monkeypatch.setattr(serving, "serve", serve)
+    words = ["--target", str(folder / "target"), "--learn", str(tmp_path / "mine"), "--num-assistant-tokens", "5"]
+    assert not run(monkeypatch, *words)
+    assert seen[0][0].folder == tmp_path / "mine"
+    assert seen[0][1] == 5
+    assert CloverHeads.from_pretrained(tmp_path / "mine").generation_config.num_assistant_tokens is None
 
 
 def test_the_command_serves_the_target_with_its_heads(

@@ -3,7 +3,8 @@
 Contract: a `Job` is a prompt, settings and a seed; `Line.put` lets it wait its turn. What it writes comes out of
 `job.events`, in the loop of the server: pieces, then one `Ended` or `Failed`. The text is plain `generate`'s from the
 same seed, whoever else asks: random numbers are seeded where they are drawn. A job that is cancelled stops at the next
-token, or does not begin.
+token, or does not begin. Heads that learn do so in the same thread while nobody waits: a request that comes meanwhile
+waits for one step at most.
 """
 
 import asyncio
@@ -117,12 +118,14 @@ class Line:
         self.served = Served()
         self.jobs: set[Job] = set()  # that wait, and the one that is answered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answering")
+        self._is_closed = False
 
     def put(self, job: Job) -> None:
         self.jobs.add(job)
         self._thread.submit(self._run, job)
 
     def close(self) -> None:
+        self._is_closed = True
         for job in list(self.jobs):
             job.cancel()
         self._thread.shutdown()
@@ -155,6 +158,15 @@ class Line:
             ended = Failed(error)
         self.jobs.discard(job)
         job.say(ended)
+        self._learn()
+
+    def _learn(self) -> None:
+        learner = self.heads.learner
+        try:
+            while learner is not None and not self.jobs and not self._is_closed and learner.step():
+                pass
+        except Exception:
+            logger.exception("a step of learning failed")
 
     def _generate(self, job: Job) -> Ended:
         parts = (self.tokenizer, self.target, job.tokens, job.asked.tools)

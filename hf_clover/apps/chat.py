@@ -3,10 +3,11 @@
 Contract: a `Conversation` is the ids of everything said and the cache of them. A turn gives the target what is new,
 and the heads' memory goes on with the cache; the tokens are those of plain generate on the whole conversation. An
 answer that is broken off, by whatever exception, stays said as far as it got, and the next turn goes on from there.
-`chat` knows lines and keys, not models.
+`chat` knows lines and keys, not models; while it waits for a line, heads that learn do so.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from ..decoding.private_api import cache_name
 from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
-from .lines import print_line
+from .lines import lines_of, print_line
 from .live import LiveStreamer
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.ids: list[int] = []
         self.cache: Any = None  # of the first ids, all of them or fewer
+
+    @property
+    def learner(self) -> Any:
+        """The heads' `OnlineLearner`, while one is open."""
+        return getattr(self.heads, "learner", None)
 
     def answer(self, text: str, record: StepRecord) -> Any:
         """One turn, watched by `record`. Returns generate's output."""
@@ -132,7 +138,8 @@ def chat(conversation: Conversation, console: "Console", read: Callable[[], str]
     console.print(f"{kind}; /help lists the commands", style="dim", highlight=False)
     while True:
         try:
-            line = read()
+            with nullcontext() if conversation.learner is None else conversation.learner.idle():
+                line = read()
         except EOFError:
             console.print()
             return
@@ -160,7 +167,8 @@ def _turn(conversation: Conversation, line: str, console: "Console") -> None:
         return
     except KeyboardInterrupt:
         beginning = "stopped; "
-    print_line(console, beginning + live.summary(), "dim")
+    for line in (beginning + live.summary(), *lines_of(conversation.learner)):
+        print_line(console, line, "dim")
 
 
 __all__ = ["Conversation", "ConversationFull", "chat"]

@@ -6,7 +6,7 @@ a line stays one, however long. Nothing heavy is imported here.
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 def print_line(console: "Console", line: str, style: str | None = None) -> None:
     """In whole words where a terminal is narrower, and as one line elsewhere."""
     console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def lines_of(learner: Any) -> list[str]:
+    """What an `OnlineLearner` has to say under an answer; where there is none, nothing."""
+    return [] if learner is None else [f"heads that learn: {learner}"]
 
 
 class WholeWords:
@@ -51,4 +56,4 @@ def _columns(text: str) -> int:
     return cell_len(text)
 
 
-__all__ = ["WholeWords", "print_line"]
+__all__ = ["WholeWords", "lines_of", "print_line"]

@@ -100,6 +100,7 @@ class LiveStreamer(StepRecord):
 
     def end(self) -> None:
         """The text is over: what was held back, and the end of the line. A second call finds nothing to do."""
+        super().end()
         if self._text is None:
             return
         self._settle(is_free=False)

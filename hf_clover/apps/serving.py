@@ -167,6 +167,8 @@ class Office:
 
     def counts(self) -> dict[str, float]:
         counts = self.line.served.as_dict()
+        if self.line.heads.learner is not None:
+            counts["tokens_learned_from"] = self.line.heads.learner.tokens
         return {**counts, "cancelled": counts["cancelled"] + self.left_early, "waiting": self.waiting}
 
     async def answer(self, request: "Request", route: str) -> "Response":

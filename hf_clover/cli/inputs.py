@@ -1,8 +1,14 @@
 """From the words of a command line to what the library's functions take."""
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ..training.online import OnlineLearner
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # of the clone this is installed from
 
@@ -33,13 +39,15 @@ def load(
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
     pack: bool = False,
+    learn: Path | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Target, tokenizer, and heads or None."""
+    """Target, tokenizer, and heads or None. `learn`: a folder whose heads come before the default target's."""
     if target is None:
         if gguf_file is not None:
             raise ValueError(f"`--gguf-file {gguf_file}` needs to know where it lies: pass `--target` too.")
         name, target, its_heads = at_hand()
-        heads = heads or its_heads
+        if learn is None or not (learn / "config.json").exists():
+            heads = heads or its_heads
         from rich.console import Console
 
         from ..apps.lines import print_line
@@ -67,6 +75,30 @@ def load(
 
         pack_for_cpu(model)
     return model, load_tokenizer(target, **code), assistant
+
+
+@contextmanager
+def learning(folder: Path | None, heads: Any, target: Any) -> Iterator[tuple[Any, "OnlineLearner | None"]]:
+    """`--learn`: heads that learn in this block, and who teaches them. Without a folder `heads` as they are, and None.
+
+    Whatever ends the block saves what was learned: its end, Ctrl-C, an error, or a kill that can be answered.
+    """
+    if folder is None:
+        yield heads, None
+        return
+    from ..training.online import OnlineLearner
+
+    folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
+
+    def leave(*_: Any) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with OnlineLearner(heads, target, folder) as learner:
+            yield learner.heads, learner
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def remember_texts(heads: Any, tokens: int) -> None:

@@ -147,7 +147,10 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
 
 
 def plot(
-    results: Annotated[list[Path], typer.Argument(help="JSON of benchmark or an experiment, or trainer_state.json.")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="JSON of benchmark or an experiment, trainer_state.json, or the folder of --learn."),
+    ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A folder. Default: beside each JSON.")] = None,
 ) -> None:
     """Draw results: NAME.png and NAME-dark.png of each NAME.json.

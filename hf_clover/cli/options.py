@@ -3,6 +3,7 @@
 Contract: an option is described here once, whichever commands take it. What comes of it is the commands' affair.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -63,6 +64,16 @@ NumAssistantTokens = Annotated[
 
 Remember = Annotated[
     int, typer.Option("--remember", min=0, help="Tokens of earlier texts, whoever wrote them, to copy drafts from.")
+]
+
+Learn = Annotated[
+    Path | None,
+    typer.Option(
+        "--learn",
+        help="A folder for heads that learn while they are used. Their weights learn from what is written, and can "
+        "remember it; without this option nothing is learned. Heads are the folder's, those of --heads, or made.",
+        show_default=False,
+    ),
 ]
 
 

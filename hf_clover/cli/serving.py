@@ -1,17 +1,18 @@
 """`serve`: a target with its heads for programs that speak OpenAI's interface."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .inputs import at_hand, load, remember_texts
-from .options import Device, Dtype, GgufFile, Heads, NumAssistantTokens, Pack, Remember, Target, TrustRemoteCode
+from .inputs import at_hand, learning, load, remember_texts
+from .options import Device, Dtype, GgufFile, Heads, Learn, NumAssistantTokens, Pack, Remember, Target, TrustRemoteCode
 
 
 def serve(
     target: Target = None,
     gguf_file: GgufFile = None,
     heads: Heads = None,
+    learn: Learn = None,
     host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one of this machine.")] = (
         "localhost"
     ),
@@ -53,19 +54,21 @@ def serve(
             "`--continuous-batching` cannot go with heads: its paged cache takes one token a row and step, and no "
             "tree. Leave it out, or run `transformers serve --continuous-batching` without heads."
         )
-    if target is not None and heads is None:
-        raise ValueError("`--heads` is missing: without heads, `transformers serve` serves the target.")
+    if target is not None and heads is None and learn is None:
+        raise ValueError("`--heads` or `--learn` is missing: without heads, `transformers serve` serves the target.")
     from rich.console import Console
 
     from ..apps.lines import print_line
     from ..apps.serving import serve as run
 
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
     if num_assistant_tokens is not None:
-        assistant.generation_config.num_assistant_tokens = num_assistant_tokens
-    remember_texts(assistant, remember)
+        model.generation_config.num_assistant_tokens = num_assistant_tokens  # the heads' is saved with what they learn
     if api_key is None and host not in ("localhost", "127.0.0.1", "::1"):
         said = f"Listening at {host} without a key: whoever reaches it is answered. See `--api-key`."
         print_line(Console(stderr=True), said, "yellow")
     name = target or at_hand().name
-    run(model, tokenizer, assistant, name, host, port, api_key=api_key, allow_chat_templates=allow_chat_templates)
+    options: dict[str, Any] = {"api_key": api_key, "allow_chat_templates": allow_chat_templates}
+    with learning(learn, assistant, model) as (assistant, _):
+        remember_texts(assistant, remember)
+        run(model, tokenizer, assistant, name, host, port, **options)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .inputs import load
-from .options import GgufFile, Pack
+from .inputs import learning, load
+from .options import GgufFile, Learn, Pack
 
 
 def train(context: typer.Context) -> None:
@@ -27,6 +27,7 @@ def regenerate(
     model: Annotated[str, typer.Option(help="The target: an id or a folder, or its name at the endpoint.")],
     gguf_file: GgufFile = None,
     heads: Annotated[str | None, typer.Option(help="Heads to answer with (greedy answers are the same).")] = None,
+    learn: Learn = None,
     endpoint: Annotated[str | None, typer.Option(help="A server with OpenAI's interface, for all answers.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the endpoint.")] = None,
     config: Annotated[str | None, typer.Option(help="The dataset's configuration.")] = None,
@@ -42,27 +43,37 @@ def regenerate(
 
     Example: hf-clover regenerate trl-lib/Capybara answers --model Qwen/Qwen3-8B --endpoint http://localhost:8000/v1
     """
+    from accelerate import PartialState
     from datasets import load_dataset
 
+    from ..apps.lines import lines_of
     from ..training import EndpointAnswers, TargetAnswers
     from ..training import regenerate as run
     from ..training.data import source_of
 
-    for flag, given in (("--heads", heads), ("--gguf-file", gguf_file), ("--pack", pack or None)):
+    for flag, given in (("--heads", heads), ("--learn", learn), ("--gguf-file", gguf_file), ("--pack", pack or None)):
         if endpoint is not None and given is not None:
             raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
-    prompts = load_dataset(**source_of(dataset), name=config, split=split)
-    answers: EndpointAnswers | TargetAnswers
-    if endpoint is not None:
-        answers = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
-    else:
-        target, tokenizer, assistant = load(model, heads, dtype, gguf_file=gguf_file, pack=pack)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        answers = TargetAnswers(
-            target, tokenizer, assistant, batch_size, seed, max_new_tokens=max_new_tokens, **sampling
+    if learn is not None and (processes := PartialState().num_processes) > 1:
+        raise ValueError(
+            f"`--learn` is for one process, and these are {processes}: leave it out, or `accelerate launch`."
         )
-    answered = run(prompts, answers, output_dir)
+    prompts = load_dataset(**source_of(dataset), name=config, split=split)
+    learner = None
+    if endpoint is not None:
+        from_endpoint = EndpointAnswers(endpoint, model, api_key, max_tokens=max_new_tokens, temperature=temperature)
+        answered = run(prompts, from_endpoint, output_dir)
+    else:
+        target, tokenizer, assistant = load(model, heads, dtype, gguf_file=gguf_file, pack=pack, learn=learn)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        with learning(learn, assistant, target) as (assistant, learner):
+            answers = TargetAnswers(
+                target, tokenizer, assistant, batch_size, seed, max_new_tokens=max_new_tokens, **sampling
+            )
+            answered = run(prompts, answers, output_dir)
     typer.echo(f"{len(answered)} of {len(prompts)} prompts answered in {output_dir}")
+    for line in lines_of(learner):
+        typer.echo(line)
 
 
 def push(

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
-from .inputs import load, prompt_of, remember_texts, settings_of
+from .inputs import learning, load, prompt_of, remember_texts, settings_of
 from .options import (
     Device,
     Dtype,
     GgufFile,
     Heads,
+    Learn,
     NumAssistantTokens,
     Pack,
     Remember,
@@ -30,6 +31,7 @@ def generate(
     target: Target = None,
     gguf_file: GgufFile = None,
     heads: Heads = None,
+    learn: Learn = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
@@ -48,31 +50,35 @@ def generate(
     Example: hf-clover generate "def fibonacci(n):" --max-new-tokens 64
     """
     text = prompt_of(prompt, file)
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
     from rich.console import Console
 
-    from ..apps.lines import print_line
+    from ..apps.lines import lines_of, print_line
     from ..apps.live import LiveStreamer, TokenText
     from ..measure.step_record import StepRecord
 
-    settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
     if not inputs["input_ids"].shape[1]:
         raise ValueError("the prompt is empty: pass a text, `--file`, or something on standard input.")
     record = StepRecord() if as_json else LiveStreamer(tokenizer)
-    record.generate(model, inputs, assistant, max_new_tokens=max_new_tokens, **settings)
+    with learning(learn, assistant, model) as (assistant, learner):
+        settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
+        record.generate(model, inputs, assistant, max_new_tokens=max_new_tokens, **settings)
     if as_json:
         written = TokenText(tokenizer, inputs["input_ids"][0].tolist())
         answer = "".join([*map(written.push, record.tokens), written.flush()])
-        typer.echo(json.dumps({"prompt": text, "text": answer, **record.figures()}))
-    else:
-        print_line(Console(stderr=True), record.summary(), "dim")
+        learned = {} if learner is None else {"tokens_learned_from": learner.tokens}
+        typer.echo(json.dumps({"prompt": text, "text": answer, **record.figures(), **learned}))
+        return
+    for line in (record.summary(), *lines_of(learner)):
+        print_line(Console(stderr=True), line, "dim")
 
 
 def chat(
     target: Target = None,
     gguf_file: GgufFile = None,
     heads: Heads = None,
+    learn: Learn = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[
         float | None,
@@ -101,8 +107,7 @@ def chat(
 
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
-    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
-    remember_texts(assistant, remember)
+    model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
     from rich.console import Console
 
     from ..apps.chat import Conversation
@@ -113,6 +118,8 @@ def chat(
             import readline  # noqa: F401  (arrow keys and a history in `input`)
     if temperature is None and not model.generation_config.do_sample:
         temperature = 0.7
-    settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
-    conversation = Conversation(model, tokenizer, assistant, max_new_tokens, **settings)
-    run(conversation, Console(), read=lambda: input("> " if sys.stdin.isatty() else ""))
+    with learning(learn, assistant, model) as (assistant, _):
+        remember_texts(assistant, remember)
+        settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
+        conversation = Conversation(model, tokenizer, assistant, max_new_tokens, **settings)
+        run(conversation, Console(), read=lambda: input("> " if sys.stdin.isatty() else ""))

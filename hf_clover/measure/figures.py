@@ -1,8 +1,8 @@
 """What a result looks like as a figure, as data.
 
-Contract: from the JSON of a benchmark, of an experiment or of a training run to one dictionary that says what is to
-be seen: panels of lines or bars, with their labels, values and ranges. How that is drawn is not known here (see
-`plots`, which says what the dictionary holds), and no file is read or written.
+Contract: from the JSON of a benchmark, of an experiment, of a training run or of heads that learn to one dictionary
+that says what is to be seen: panels of lines or bars, with their labels, values and ranges. How that is drawn is not
+known here (see `plots`, which says what the dictionary holds), and no file is read or written.
 """
 
 import math
@@ -13,6 +13,7 @@ KINDS = (
     "a result of `hf-clover benchmark`",
     "a result of examples/experiments (with its own `figure`)",
     "the trainer_state.json of a CloverTrainer run",
+    "the folder of heads that learn (`--learn`)",
 )
 _SWEPT = {"batch_size": "batch size", "nodes": "drafted nodes per step", "temperature": "temperature"}
 _SETTING = ("batch_size", "temperature", "cache")
@@ -22,15 +23,17 @@ _PER_FORWARD, _EFFICIENCY = "tokens per forward", "speedup / tokens per forward"
 
 
 def figure_of(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The figure of a benchmark, of an experiment, or of a training run's trainer_state.json."""
+    """The figure of a benchmark, of an experiment, of a training run's trainer_state.json, or of heads that learn."""
     if isinstance(result, Mapping):
         if isinstance(result.get("figure"), Mapping):
             return dict(result["figure"])
         if result.get("kind") == "benchmark" and result.get("rows"):
             return _of_benchmark(result)
+        if result.get("kind") == "online learning":
+            return _of_learning(result["record"])
         if isinstance(result.get("log_history"), list):
             return _of_training(result["log_history"])
-    raise ValueError(f"there is nothing here to draw: a plot is made of {KINDS[0]}, {KINDS[1]}, or {KINDS[2]}.")
+    raise ValueError(f"there is nothing here to draw: a plot is made of {', '.join(KINDS[:-1])}, or {KINDS[-1]}.")
 
 
 # ---------------------------------------------------------------------- benchmark
@@ -313,6 +316,41 @@ def _logged(log: list[Mapping[str, Any]], name: str) -> dict[int, float]:
 def _curve(log: list[Mapping[str, Any]], name: str, label: str) -> dict[str, Any]:
     values = _logged(log, name)
     return {"label": label, "x": list(values), "y": list(values.values())}
+
+
+# ---------------------------------------------------------------------- heads that learn while they are used
+
+
+_BESIDE, _MANY = 10, 40  # entries that make one point; from how many on they do
+_UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
+
+
+def _of_learning(record: list[Mapping[str, float]]) -> dict[str, Any]:
+    """What an `OnlineLearner` noted in passing: whatever was asked meanwhile, and no benchmark."""
+    if not record:
+        raise ValueError("nothing has been generated with these heads since they began to learn.")
+    beside = _BESIDE if len(record) >= _MANY else 1
+    parts = [record[max(end - beside, 0) : end] for end in range(1, len(record) + 1)]
+    lengths = [[entry["tokens_per_forward"] for entry in part] for part in parts]
+    series: dict[str, Any] = {"label": "heads that learn", "y": [sum(part) / len(part) for part in lengths]}
+    note = "tokens per forward of the target, as they came"
+    if beside > 1:
+        series |= {"low": [min(part) for part in lengths], "high": [max(part) for part in lengths]}
+        note = f"the mean of {beside} measurements, with the lowest and the highest of them"
+    seconds = [entry["seconds"] for entry in record]
+    unit, size = next((name, size) for name, size in _UNITS if seconds[-1] >= 2 * size or size == 1.0)
+    along = {
+        "tokens": [entry["tokens"] for entry in record],
+        unit: [second / size for second in seconds],
+    }
+    reference = {"y": 1.0, "label": "plain generate"}
+    same = {"kind": "lines", "ylabel": _PER_FORWARD, "reference": reference}
+    titles = ("Over what they learned from", "Over the time in use")
+    panels = [
+        {**same, "title": title, "xlabel": name, "series": [{**series, "x": x}]}
+        for title, (name, x) in zip(titles, along.items(), strict=True)
+    ]
+    return {"title": "Heads that learn while they are used", "note": f"{note}; from learning.json", "panels": panels}
 
 
 __all__ = ["KINDS", "PACKED", "by_setting", "compared", "figure_of", "is_plain", "label_of", "said_of"]

@@ -102,6 +102,8 @@ def _draw_lines(drawn: Drawn, panel: Mapping[str, Any], looks: Mapping[str, tupl
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
     elif all(float(x).is_integer() for x in places):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    if scale == "linear" and axes.dataLim.x1 >= 10_000:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.10g}"))
 
 
 def _draw_bars(

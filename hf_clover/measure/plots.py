@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _DPI = 175  # 1680 pixels at full width: two for each pixel of a column of text on the Hub
 _WIDE, _NARROW, _MARGIN = 9.6, 7.0, 0.15  # inches, as all lengths here
 _LINES_HEIGHT, _AROUND_BARS = 3.0, 1.05
+LEARNING = "learning.json"  # in the folder of an `OnlineLearner`
 _MARKERS = "osD^vPX*"
 THEMES = {
     "light": {
@@ -64,8 +65,14 @@ def draw(figure: Mapping[str, Any], path: str | os.PathLike, dark: bool = False)
 
 
 def plot(json_path: str | os.PathLike, out: str | os.PathLike | None = None) -> list[Path]:
-    """NAME.png and NAME-dark.png of NAME.json, beside it or in the folder `out`."""
+    """NAME.png and NAME-dark.png of NAME.json, or of a folder's learning.json, beside it or in the folder `out`."""
     json_path = Path(json_path)
+    if json_path.is_dir():
+        json_path /= LEARNING
+        if not json_path.exists():
+            raise ValueError(
+                f"{json_path.parent} holds no {LEARNING}, which heads that learn leave: pass a JSON file."
+            )
     try:
         figure = figure_of(json.loads(json_path.read_text(encoding="utf-8")))
     except json.JSONDecodeError as error:

@@ -28,7 +28,7 @@ class StepRecord(BaseStreamer):
         self.times: list[float] = []  # of each token, in seconds from the prompt's forward on
         self.seconds = 0.0
         self.plain_step: float | None = None  # seconds, where the automatic budget has seen any
-        self._has_seen_prompt = False
+        self._has_seen_prompt, self._start = False, 0.0
 
     def generate(self, target: "PreTrainedModel", inputs: Mapping[str, Any], heads: Any = None, **options: Any) -> Any:
         """`target.generate`, watched; returns its output, always as a dictionary."""
@@ -46,7 +46,6 @@ class StepRecord(BaseStreamer):
         try:
             yield
         finally:
-            self.seconds = time.perf_counter() - self._start
             hook.remove()
             self.end()  # also of a text that was broken off
 
@@ -63,7 +62,9 @@ class StepRecord(BaseStreamer):
         self._has_seen_prompt = True
 
     def end(self) -> None:
-        pass
+        """The text is over. What heads learn after it is no part of its time. A second call finds nothing to do."""
+        if self._start and not self.seconds:
+            self.seconds = time.perf_counter() - self._start
 
     @property
     def tokens(self) -> list[int]:

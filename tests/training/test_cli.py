@@ -1,17 +1,20 @@
 """The commands: thin faces over functions that are tested elsewhere; here what they pass on, say and return."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import load_dataset
 from tiny import make_target, make_tokenizer
 from typer.testing import CliRunner
 
-from hf_clover import CloverHeads, cli
+from hf_clover import CloverHeads, cli, speculations
 from hf_clover.hub import push as hub
+from hf_clover.training import online
 
 pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
 
@@ -98,6 +101,33 @@ def test_regenerate(workdir: Path, monkeypatch: pytest.MonkeyPatch, options: lis
     assert load_dataset(str(workdir / "answers"), split="train").column_names == ["prompt", "completion"]
 
 
+def test_regenerate_learns_from_its_answers_and_drafts_the_next_ones(workdir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(online, "TOKENS", 40)
+    monkeypatch.setattr(online.OnlineLearner, "_may_step", lambda self: True)
+    (workdir / "prompts" / "train.jsonl").write_text('{"prompt": "w1 w2"}\n' * 48)
+    argv = ["regenerate", str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
+    learn = ["--learn", str(workdir / "mine"), "--batch-size", "1", "--max-new-tokens", "30"]
+    with speculations() as records:
+        said = runner.invoke(cli.app, [*argv, *learn])
+    assert said.exit_code == 0, said.output
+    assert re.search(r"^heads that learn: .* tokens learned from$", said.output, re.MULTILINE)
+    assert len(records) == 48
+    accepted = [record.accepted_tokens for record in records]
+    assert sum(accepted[24:]) > sum(accepted[:24]) + 48
+    plain = runner.invoke(cli.app, [*argv[:2], str(workdir / "plain"), *argv[3:], "--max-new-tokens", "30"])
+    assert plain.exit_code == 0, plain.output
+    texts = [load_dataset(str(workdir / name), split="train")["completion"] for name in ("answers", "plain")]
+    assert list(texts[0]) == list(texts[1])
+
+
+def test_several_processes_cannot_learn_into_one_folder(workdir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("accelerate.PartialState", lambda: SimpleNamespace(num_processes=4))
+    argv = ["regenerate", str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
+    said = runner.invoke(cli.app, [*argv, "--learn", str(workdir / "mine")])
+    assert isinstance(said.exception, ValueError)
+    assert "`--learn` is for one process, and these are 4: leave it out" in str(said.exception)
+
+
 @pytest.mark.parametrize("dataset", ["train.jsonl", "."], ids=["a file", "this folder"])
 def test_prompts_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch, dataset: str):
     monkeypatch.chdir(workdir / "prompts")
@@ -107,7 +137,7 @@ def test_prompts_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch
     assert "3 of 3 prompts answered in ../answers" in said.output
 
 
-@pytest.mark.parametrize("option", [["--heads", "h"], ["--pack"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("option", [["--heads", "h"], ["--learn", "h"], ["--pack"]], ids=lambda words: words[0])
 def test_an_endpoint_answers_by_itself(workdir: Path, option: list[str]):
     argv = ["regenerate", str(workdir / "prompts"), str(workdir / "out"), "--model", "m"]
     said = runner.invoke(cli.app, [*argv, *option, "--endpoint", "http://localhost:1/v1"])
