@@ -78,7 +78,9 @@ def load(
 
 
 @contextmanager
-def learning(folder: Path | None, heads: Any, target: Any) -> Iterator[tuple[Any, "OnlineLearner | None"]]:
+def learning(
+    folder: Path | None, heads: Any, target: Any, only_when_idle: bool = False
+) -> Iterator[tuple[Any, "OnlineLearner | None"]]:
     """`--learn`: heads that learn in this block, and who teaches them. Without a folder `heads` as they are, and None.
 
     Whatever ends the block saves what was learned: its end, Ctrl-C, an error, or a kill that can be answered.
@@ -86,7 +88,7 @@ def learning(folder: Path | None, heads: Any, target: Any) -> Iterator[tuple[Any
     if folder is None:
         yield heads, None
         return
-    from ..training.online import OnlineLearner
+    from ..training.online import SHARE, OnlineLearner
 
     folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
 
@@ -95,7 +97,7 @@ def learning(folder: Path | None, heads: Any, target: Any) -> Iterator[tuple[Any
 
     before = signal.signal(signal.SIGTERM, leave)
     try:
-        with OnlineLearner(heads, target, folder) as learner:
+        with OnlineLearner(heads, target, folder, 0.0 if only_when_idle else SHARE) as learner:
             yield learner.heads, learner
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -69,6 +69,6 @@ def serve(
         print_line(Console(stderr=True), said, "yellow")
     name = target or at_hand().name
     options: dict[str, Any] = {"api_key": api_key, "allow_chat_templates": allow_chat_templates}
-    with learning(learn, assistant, model) as (assistant, _):
+    with learning(learn, assistant, model, only_when_idle=True) as (assistant, _):
         remember_texts(assistant, remember)
         run(model, tokenizer, assistant, name, host, port, **options)

@@ -118,7 +118,7 @@ def chat(
             import readline  # noqa: F401  (arrow keys and a history in `input`)
     if temperature is None and not model.generation_config.do_sample:
         temperature = 0.7
-    with learning(learn, assistant, model) as (assistant, _):
+    with learning(learn, assistant, model, only_when_idle=True) as (assistant, _):
         remember_texts(assistant, remember)
         settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
         conversation = Conversation(model, tokenizer, assistant, max_new_tokens, **settings)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+SHARE = 0.1  # of the time, for learning
 TOKENS = 600  # of a step
 MOST_NEW = 4 * TOKENS  # that wait to be learned from
 ADAM_RATE, LONGEST_GRADIENT = 1e-3, 0.5
@@ -101,7 +102,7 @@ class OnlineLearner:
         heads: DraftHeads | None,
         target: nn.Module,
         folder: str | Path | None = None,
-        share: float = 0.1,
+        share: float = SHARE,
         memory_bytes: int = 1 << 28,
     ) -> None:
         if not 0 <= share <= 1:
@@ -285,6 +286,7 @@ class OnlineLearner:
             self._stepping.release()
 
     def _learn(self, new: list[Document], old: list[Document]) -> None:
+        self.optimizer.zero_grad(set_to_none=True)  # of a step that Ctrl-C broke off
         with torch.inference_mode(False), torch.enable_grad():
             loss = self._loss([*new, *old])
             loss.backward()
