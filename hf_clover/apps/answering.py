@@ -163,7 +163,7 @@ class Line:
     def _learn(self) -> None:
         learner = self.heads.learner
         try:
-            while learner is not None and not self.jobs and not self._is_closed and learner.step():
+            while learner is not None and not self.jobs and not self._is_closed and learner.idle_step():
                 pass
         except Exception:
             logger.exception("a step of learning failed")

@@ -152,15 +152,16 @@ class Lessons:
             self._keep(self.new.popleft())
 
     def take(self, tokens: int) -> tuple[list[Document], list[Document]]:
-        """For a step of about so many tokens, new documents and, where there are any, a part of an old one."""
-        room = tokens
-        old: list[Document] = []
-        if self.old:
-            old = [self._random.choice(self.old).part_of(round(SHARE_OF_OLD * tokens), self._random)]
-            room -= len(old[0])
+        """For a step of about so many tokens, new documents and parts of old ones: a share at least, and more where
+        there is little new."""
+        part = round(SHARE_OF_OLD * tokens)
+        room = tokens - (part if self.old else 0)
         new: list[Document] = []
-        while self.new and sum(document.new for document in new) < room:
+        while self.new and room > 0:
             new.append(self.new.popleft())
+            room -= new[-1].new
+        missing = max(room, 0) + part
+        old = [self._random.choice(self.old).part_of(part, self._random) for _ in range(missing // part) if self.old]
         for document in new:
             self._keep(document)
         return new, old

@@ -51,6 +51,7 @@ logger = logging.get_logger(__name__)
 
 SHARE = 0.1  # of the time, for learning
 TOKENS = 600  # of a step
+LEAST = 100  # new tokens of a step where nobody waits for it
 MOST_NEW = 4 * TOKENS  # that wait to be learned from
 ADAM_RATE, LONGEST_GRADIENT = 1e-3, 0.5
 RATE_OF_TRAINED = 0.15  # of the rates for new heads: at those, trained ones first forget what they know
@@ -243,7 +244,7 @@ class OnlineLearner:
         is_over = threading.Event()
 
         def learn() -> None:
-            while not is_over.is_set() and self.step():
+            while not is_over.is_set() and self.idle_step():
                 pass
 
         thread = threading.Thread(target=learn, name="hf_clover learner", daemon=True)
@@ -255,6 +256,10 @@ class OnlineLearner:
             thread.join()
 
     # ------------------------------------------------------------------ a step
+
+    def idle_step(self) -> bool:
+        """`step`, for a time in which nobody waits: little new text is enough, and old text fills the step up."""
+        return self.step(LEAST)
 
     def step(self, least: int | None = None) -> bool:
         """One step of learning, where enough new tokens have come for it, or `least`. Whether there was one."""

@@ -24,6 +24,7 @@ PROMPT = torch.arange(5, 17)[None]
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online, "TOKENS", 40)
+    monkeypatch.setattr(online, "LEAST", 10)
     monkeypatch.setattr(online, "WINDOW", 16)
 
 
@@ -221,6 +222,18 @@ def test_old_texts_are_kept_within_the_memory_and_each_had_the_same_chance():
     kept = [int(document.next_tokens[0]) for document in lessons.old]
     assert len(kept) == 100
     assert 350 < sum(kept) / len(kept) < 650
+
+
+def test_a_step_is_filled_up_with_old_text():
+    lessons = Lessons(most_bytes=1 << 20, most_new=1000)
+    lessons.add([Document(torch.zeros(400, 4, dtype=torch.bfloat16), torch.arange(400)) for _ in range(2)])
+    new, old = lessons.take(400)
+    assert ([len(each) for each in new], old) == ([400], [])
+    new, old = lessons.take(400)
+    assert ([len(each) for each in new], [len(each) for each in old]) == ([400], [100])
+    lessons.add([Document(torch.zeros(100, 4, dtype=torch.bfloat16), torch.arange(100))])
+    new, old = lessons.take(400)
+    assert ([len(each) for each in new], [len(each) for each in old]) == ([100], [100] * 3)
 
 
 def test_a_long_text_is_learned_in_pieces():
