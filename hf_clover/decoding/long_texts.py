@@ -164,7 +164,7 @@ def why_wrong(kernels: Kernels, device: torch.device, dtype: torch.dtype, rows: 
             where = order, order * longest + order % 7, longest - 9 - order[:-1] * 31 % (longest // 2)
             text: Any = (draw(count, rows, size), *tokens, where, longest, size**-0.5)
             nodes = [each.view(2, -1, longest, size)[:, :, :16] for each in tokens]
-            bias = additive(torch.ones(2, rows, 16, device=device).tril() > 0, dtype)
+            bias = additive(torch.ones(2, rows, 16, dtype=torch.bool, device=device).tril(), dtype)
             tree: Any = (draw(2, count // 2, rows, size), *nodes, bias, size**-0.5)
             for kernel, twin, inputs in zip(kernels, TWINS, (text, tree), strict=True):
                 exact = [each.double() if isinstance(each, Tensor) else each for each in inputs]
