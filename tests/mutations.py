@@ -49,7 +49,14 @@ MUTATIONS = (
         file="decoding/walk.py",
         line="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]}",
         broken="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1)}",
-        tests=("test_walk.py::test_greedy_walk_is_replay_is_plain_generate",),
+        tests=("test_walk.py::test_one_walk_on_any_tree",),  # which puts nodes that are not valid everywhere
+    ),
+    Mutation(
+        name="the walk in a graph emits one token more than there is room for",
+        file="decoding/walk.py",
+        line="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]",
+        broken="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths <= limits[:, :1])  # [B, n]",
+        tests=("test_walk.py::test_max_length_in_the_middle_of_a_walk",),
     ),
     Mutation(
         name="a row that comes later draws other random numbers",
