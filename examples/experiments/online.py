@@ -21,6 +21,7 @@ from drafters import ask, read_questions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_clover import OnlineLearner, pack_for_cpu, speculations
+from hf_clover.measure.benchmark import write
 from hf_clover.measure.prompts import load_prompts
 
 DEFAULTS = dict(
@@ -74,6 +75,7 @@ def stream(target: PreTrainedModel, prompts: Sequence[list[int]], args: Any) -> 
             )
             if (number + 1) % args.window == 0:
                 print(json.dumps(windows(rows, args.window)[-1]), flush=True)
+                write({"kind": "experiment", "name": "online", "prompts": rows}, args.output / "online.json")
     return rows
 
 
