@@ -28,7 +28,7 @@ from .obeying import Obedience, must_obey
 from .record import Listener
 from .run import Run
 from .state import Text
-from .states import BEFORE_NORM
+from .states import BEFORE_NORM, read_by
 from .support import warn
 from .target_memory import memory_of
 from .tree import Tree, with_chain
@@ -101,7 +101,7 @@ class HeadsRun:
     ) -> None:
         if self.listener is not None:
             self.listener.hear(hidden, tokens, counts, self.text.running)
-            hidden = hidden[..., : len(self.heads.feature_layers) * self.heads.config.target_width or None]
+            hidden = read_by(self.heads, hidden)
         with in_own_precision(self.drafter.heads):
             self.drafter.extend(hidden, tokens, positions, counts)
 

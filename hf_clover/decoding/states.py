@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 
 from ..network.target_parts import find_decoder
 from .target_memory import memory_of
+
+if TYPE_CHECKING:
+    from ..network.modeling_heads import DraftHeads
 
 BEFORE_NORM = -1  # among layers: what enters the decoder's final norm
 
@@ -47,6 +50,11 @@ def capture_states(
         with memory.lock:
             if hooks.remove(key):
                 del memory.hooks[wanted]
+
+
+def read_by(heads: "DraftHeads", states: torch.Tensor) -> torch.Tensor:
+    """Of states [..., a d] that have more behind what `heads` read, what they read."""
+    return states[..., : len(heads.feature_layers) * heads.config.target_width or None]
 
 
 class Hooks:
@@ -111,4 +119,4 @@ def has_hooks_of_others(target: nn.Module) -> bool:
     return False
 
 
-__all__ = ["BEFORE_NORM", "Hooks", "capture_states", "has_hooks_of_others"]
+__all__ = ["BEFORE_NORM", "Hooks", "capture_states", "has_hooks_of_others", "read_by"]

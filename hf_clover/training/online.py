@@ -145,7 +145,7 @@ class OnlineLearner:
         self.student = copy.deepcopy(self.heads).float().train().requires_grad_(True)
         self.teacher = Teacher(self.target, self.student)
         self._lend_plainly()
-        self.average: list[torch.Tensor] = [weight.detach().clone() for weight in self.student.parameters()]
+        self.average = {name: weight.detach().clone() for name, weight in self.student.named_parameters()}
         matrices = [weight for weight in self.student.parameters() if weight.ndim == 2]
         others = [weight for weight in self.student.parameters() if weight.ndim != 2]
         with_muon = HAS_MUON and WITH_MUON[self.heads.config.variant]
@@ -196,12 +196,15 @@ class OnlineLearner:
         if kind is None:
             while self.step(least=1):
                 pass
-        if self._opened is not None:
-            self.seconds += clock() - self._opened
-            self._opened = None
+        self.seconds, self._opened = self._seconds_open, None
         self._close_window(is_over=True)
         self.exchange_ids()
         self.save()
+
+    @property
+    def _seconds_open(self) -> float:
+        """For which it has been open, now and before."""
+        return self.seconds + (0.0 if self._opened is None else clock() - self._opened)
 
     def listen(self, run: "Run") -> CallListener:
         """The decoding asks once a call for who hears it."""
@@ -341,8 +344,8 @@ class OnlineLearner:
         logger.warning_once("A learning step gave NaN and was dropped; the heads are as they were before it.")
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for average, weight in zip(self.average, self.student.parameters(), strict=True):
-                weight.copy_(average)
+            for name, weight in self.student.named_parameters():
+                weight.copy_(self.average[name])
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -350,7 +353,7 @@ class OnlineLearner:
         are, so that graphs stay valid."""
         self._averaged += 1
         newest = 3 / (self._averaged + 2)
-        parameters = zip(self.heads.parameters(), self.average, self.student.parameters(), strict=True)
+        parameters = zip(self.heads.parameters(), self.average.values(), self.student.parameters(), strict=True)
         for served, average, weight in parameters:
             average.lerp_(weight, newest)
             served.copy_(average)
@@ -399,8 +402,11 @@ class OnlineLearner:
             if tokens < (1 if is_over else WINDOW):
                 return
             self._window = [0, 0]
-            now = self.seconds + (clock() - self._opened if self._opened is not None else 0.0)
-            entry = {"tokens": self.tokens, "seconds": now, "tokens_per_forward": tokens / max(forwards, 1)}
+            entry = {
+                "tokens": self.tokens,
+                "seconds": self._seconds_open,
+                "tokens_per_forward": tokens / max(forwards, 1),
+            }
             self.record.append(entry)
 
     # ------------------------------------------------------------------ the folder
@@ -435,9 +441,8 @@ class OnlineLearner:
             raise ValueError(
                 f"{str(path)!r} is damaged or cut short ({error}): delete it to go on without it."
             ) from error
-        names = [name for name, _ in self.student.named_parameters()]
         self.student.load_state_dict({**self.heads.state_dict(), **_part(tensors, "student.")})
-        for name, average in zip(names, self.average, strict=True):
+        for name, average in self.average.items():
             average.copy_(tensors[f"average.{name}"])
         _load_optimizer(self.optimizer, _part(tensors, "optimizer."))
         self._counts.copy_(tensors["counts"])
@@ -475,17 +480,15 @@ class OnlineLearner:
         write_card(self.folder)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        names = [name for name, _ in self.student.named_parameters()]
         tensors = {f"student.{name}": weight for name, weight in self.student.named_parameters()}
-        tensors |= {f"average.{name}": average for name, average in zip(names, self.average, strict=True)}
+        tensors |= {f"average.{name}": average for name, average in self.average.items()}
         tensors |= {f"optimizer.{name}": value for name, value in _optimizer_state(self.optimizer)}
         tensors |= {"counts": self._counts, "known": self._is_known}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
     def _numbers(self) -> dict[str, Any]:
-        seconds = self.seconds + (clock() - self._opened if self._opened is not None else 0.0)
-        numbers = {"steps": self.steps, "tokens": self.tokens, "averaged": self._averaged, "seconds": seconds}
-        return {**numbers, "pace": asdict(self.pace)}
+        numbers = {"steps": self.steps, "tokens": self.tokens, "averaged": self._averaged}
+        return {**numbers, "seconds": self._seconds_open, "pace": asdict(self.pace)}
 
 
 # ---------------------------------------------------------------------- parts

@@ -26,7 +26,7 @@ from transformers.integrations.deepspeed import (
 )
 from transformers.utils import logging
 
-from ..decoding.states import BEFORE_NORM, capture_states
+from ..decoding.states import BEFORE_NORM, capture_states, read_by
 from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
@@ -120,7 +120,7 @@ class Teacher:
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Of what `hidden_states` gave, what the heads read."""
-        return hidden_states[..., : len(self.heads.feature_layers) * self.heads.config.target_width or None]
+        return read_by(self.heads, hidden_states)
 
     @torch.no_grad()
     def final_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
