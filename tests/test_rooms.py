@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_clover"
 # From what knows least to what knows most; a room imports what stands before it.
 ROOMS = ("network", "engines", "making", "decoding", "measure", "hub", "training", "apps", "cli")
-FACE = ("__init__", "_lazy", "_versions", "benchmark", "verification")  # the last two: old places that a user may have
+FACE = ("__init__", "_lazy", "_versions")
 PRIVATE = re.compile(r"\b(?:target|model|config|cache|GenerationMixin|torch|trainer)\._[a-z]\w*")
 
 

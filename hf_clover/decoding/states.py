@@ -11,18 +11,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..network.target_parts import find_decoder
-from .target_memory import memory_of
 
 if TYPE_CHECKING:
     from ..network.modeling_heads import DraftHeads
 
 BEFORE_NORM = -1  # among layers: what enters the decoder's final norm
+
+# Of each target the hooks on these layers, while anybody listens.
+_hooks: "WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], Hooks]]" = WeakKeyDictionary()
+_changing = threading.Lock()
 
 
 @contextmanager
@@ -38,18 +42,19 @@ def capture_states(
     which goes with the last of them: one that came or went while another thread's forward is traced for
     `torch.compile` would break the guards being written.
     """
-    memory, wanted = memory_of(target), tuple(layers)
-    with memory.lock:
-        if wanted not in memory.hooks:
-            memory.hooks[wanted] = Hooks(target, wanted)
-        hooks = memory.hooks[wanted]
+    wanted = tuple(layers)
+    with _changing:
+        of_layers = _hooks.setdefault(target, {})
+        if wanted not in of_layers:
+            of_layers[wanted] = Hooks(target, wanted)
+        hooks = of_layers[wanted]
         key = hooks.add(captured)
     try:
         yield
     finally:
-        with memory.lock:
+        with _changing:
             if hooks.remove(key):
-                del memory.hooks[wanted]
+                del of_layers[wanted]
 
 
 def read_by(heads: "DraftHeads", states: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 if TYPE_CHECKING:
     from ..network.modeling_heads import DraftHeads
     from .budget import Experience
-    from .states import Hooks
     from .static_cache import StaticTreeCache
 
 
@@ -31,8 +30,6 @@ class TargetMemory:
     is_never_packed: bool = False
     # attention: how many calls have switched its attention, and what each of its configs named before
     switched: tuple[int, list[tuple[Any, str | None]]] = (0, [])
-    # states: the hooks on these layers, while anybody listens
-    hooks: "dict[tuple[int, ...], Hooks]" = field(default_factory=dict)
     # one_by_one: how many calls want its recurrent layers to go token by token
     one_by_one: int = 0
     # static_cache: the static cache that was used last, while nobody uses it; for what no graph could be captured

@@ -108,7 +108,7 @@ def verify(
     Example:
 
     ```python
-    >>> from hf_clover.verification import verify
+    >>> from hf_clover.measure.losslessness import verify
     >>> from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
     >>> tokenizer = AutoTokenizer.from_pretrained("org/target")
