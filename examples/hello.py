@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import tqdm
 
 from hf_clover import CloverHeads  # from here on, `generate` takes Clover heads as the assistant
-from hf_clover.decoding.states import capture_states
+from hf_clover.targets.hidden_states import capture_states
 
 PROMPT, NEW_TOKENS, STEPS = torch.arange(1, 9)[None], 120, 60
 

@@ -22,11 +22,11 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import hf_clover
 from hf_clover.apps.live import LiveStreamer
 from hf_clover.cli.inputs import at_hand
-from hf_clover.making.loading import hide_loading_bars
-from hf_clover.making.smollm2 import NotThere, is_kept, kept, make
 from hf_clover.measure.methods import first_difference
 from hf_clover.measure.prompts import EVERYDAY, QUESTIONS, STAND_IN, default_prompts, load_prompts
 from hf_clover.measure.step_record import StepRecord
+from hf_clover.targets.loading import hide_loading_bars
+from hf_clover.targets.smollm2 import NotThere, is_kept, kept, make
 
 PICKING: dict[str, dict[str, Any]] = {
     EVERYDAY: {"do_sample": False},

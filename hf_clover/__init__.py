@@ -22,16 +22,16 @@ _HOME = {
     "CloverHeads": "network.modeling_clover",
     "CloverTrainer": "training.trainer",
     "CloverTrainingConfig": "training.config",
-    "DraftLogitsProcessor": "decoding.obeying",
+    "DraftLogitsProcessor": "decoding.draft.obeying",
     "Eagle3Config": "network.configuration_eagle3",
     "Eagle3Heads": "network.modeling_eagle3",
     "OnlineLearner": "training.online",
     "Speculation": "decoding.record",
     "SpeculativeRollouts": "training.rollouts",
-    "TextMemory": "decoding.copying",
-    "TreeCache": "decoding.cache",
+    "TextMemory": "decoding.draft.copies",
+    "TreeCache": "decoding.cache.by_row",
     "install_hook": "decoding.hook",
-    "load_heads": "making.published",
+    "load_heads": "origins.published",
     "pack_for_cpu": "network.packing",
     "speculations": "decoding.record",
     "uninstall_hook": "decoding.hook",
@@ -63,18 +63,18 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .decoding.cache import TreeCache
+    from .decoding.cache.by_row import TreeCache
     from .decoding.candidates import CloverCandidateGenerator
-    from .decoding.copying import TextMemory
+    from .decoding.draft.copies import TextMemory
+    from .decoding.draft.obeying import DraftLogitsProcessor
     from .decoding.hook import install_hook, uninstall_hook
-    from .decoding.obeying import DraftLogitsProcessor
     from .decoding.record import Speculation, speculations
-    from .making.published import load_heads
     from .network.configuration_clover import CloverConfig
     from .network.configuration_eagle3 import Eagle3Config
     from .network.modeling_clover import CloverHeads
     from .network.modeling_eagle3 import Eagle3Heads
     from .network.packing import pack_for_cpu, unpack
+    from .origins.published import load_heads
     from .training.callbacks import AcceptanceCallback
     from .training.config import CloverTrainingConfig
     from .training.online import OnlineLearner

@@ -4,8 +4,8 @@ import hashlib
 
 import torch
 
-from hf_clover.decoding.states import capture_states
 from hf_clover.network.modeling_heads import DraftHeads
+from hf_clover.targets.hidden_states import capture_states
 
 _fitted: dict[str, dict[str, torch.Tensor]] = {}  # what heads and target were -> what the heads became
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.tree import Tree, root_only
 from hf_clover.network.modeling_heads import DraftHeads
 

@@ -9,7 +9,7 @@ Shapes: T positions, f numbers of a state as the heads read it.
 import pytest
 import torch
 
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.tree import Tree
 from hf_clover.network.modeling_heads import DraftHeads
 

@@ -51,9 +51,9 @@ from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, speculations
 from hf_clover.decoding import graphs, tree
-from hf_clover.decoding.private_api import cache_name
 from hf_clover.measure.losslessness import BUG, explain
 from hf_clover.network.modeling_heads import DraftHeads
+from hf_clover.targets.private_api import cache_name
 from hf_clover.training import online
 
 LEARNS_ONLINE = False  # whether heads learn from each case

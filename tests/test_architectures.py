@@ -10,8 +10,8 @@ from transformers import DynamicCache, StoppingCriteriaList
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning, _why_no_tree
+from hf_clover.decoding.route import CloverWarning, _why_no_tree
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 32, 30
 RUNS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]

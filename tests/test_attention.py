@@ -9,8 +9,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.attention import PACKED, attention_for_trees, packed_attention, shared_heads
-from hf_clover.decoding.masks import MaskRules, additive
+from hf_clover.decoding.target.attention import PACKED, attention_for_trees, packed_attention, shared_heads
+from hf_clover.decoding.target.masks import MaskRules, additive
 
 HEADS, SIZE, COLUMNS = 6, 8, 11
 

@@ -9,10 +9,10 @@ from transformers import DynamicCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
-from hf_clover.decoding import drafting_copy
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.draft import cpu_copy
+from hf_clover.decoding.route import CloverWarning
 from hf_clover.measure.losslessness import NUMERICS, explain
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 24, 20
 SINGLE, HALF, OTHER = torch.float32, torch.bfloat16, torch.float16
@@ -58,7 +58,7 @@ def test_tokens(variant, cast, of_heads, of_target, shape):
 
 @pytest.mark.parametrize("of_heads", [SINGLE, OTHER])
 def test_a_copy_that_drafts_for_the_heads(of_heads, monkeypatch):
-    monkeypatch.setattr(drafting_copy, "LEAST_WEIGHTS", 1)
+    monkeypatch.setattr(cpu_copy, "LEAST_WEIGHTS", 1)
     target = build("llama", vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(target).to(of_heads)
     inputs = ragged_batch(VOCABULARY, (7,))
@@ -67,7 +67,7 @@ def test_a_copy_that_drafts_for_the_heads(of_heads, monkeypatch):
         ours = target.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, num_assistant_tokens=30)
     assert torch.equal(ours, plain)
     assert records[-1].accepted_tokens > 0
-    assert len(drafting_copy.memory_of(target).drafting_copies) == 1
+    assert len(cpu_copy.memory_of(target).drafting_copies) == 1
 
 
 @pytest.mark.parametrize(

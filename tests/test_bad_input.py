@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.route import CloverWarning
 
 VOCABULARY, NEW = 16, 20
 

@@ -43,7 +43,7 @@ from hf_clover.decoding.costs import (
     Recent,
     cost_by_size,
 )
-from hf_clover.decoding.target_memory import memory_of
+from hf_clover.decoding.target.memory import memory_of
 from hf_clover.decoding.tree import Tree, root_only, with_path
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)

@@ -18,11 +18,11 @@ from transformers import (
     StaticCache,
 )
 
-from hf_clover.decoding import cache as cache_module
-from hf_clover.decoding.cache import BLOCK, TreeCache
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.target_run import TargetRun
+from hf_clover.decoding.cache import by_row as cache_module
+from hf_clover.decoding.cache.by_row import BLOCK, TreeCache
+from hf_clover.decoding.target.trees import TargetRun
 from hf_clover.decoding.tree import Tree, chain_of, grow_global
+from hf_clover.targets.private_api import cache_name
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
 HEADS, DIM = 2, 3

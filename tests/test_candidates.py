@@ -8,7 +8,7 @@ from transformers.generation import CandidateGenerator
 from zoo import build, ragged_batch
 
 from hf_clover import CloverCandidateGenerator, CloverHeads, Eagle3Heads
-from hf_clover.decoding.private_api import cache_name
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 24, 16
 KINDS = {"clover-x": CloverHeads, "eagle-3": Eagle3Heads}

@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.states import capture_states
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.hub.cards import render
-from hf_clover.making.scales import embedding_scale, hidden_state_scale
 from hf_clover.network import blocks
 from hf_clover.network.blocks import followed, last_place, places_along, searched_text, stretches, values_at
 from hf_clover.network.configuration_clover import VARIANTS
 from hf_clover.network.target_parts import find_decoder
+from hf_clover.origins.scales import embedding_scale, hidden_state_scale
+from hf_clover.targets.hidden_states import capture_states
 
 SIZE, VOCABULARY = 32, 24
 
@@ -375,7 +375,7 @@ def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
     assert (target.training, target.lm_head.training) == (True, False)
     assert not target.model.norm._forward_hooks
     monkeypatch.undo()
-    monkeypatch.setattr("hf_clover.making.scales.find_decoder", lambda target: (target, None, None))
+    monkeypatch.setattr("hf_clover.origins.scales.find_decoder", lambda target: (target, None, None))
     assert hidden_state_scale(target) == 1.0
 
 

@@ -136,7 +136,7 @@ def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, is_t
     """`runs/haeds` beside a folder `runs` is mistyped, or an id: the Hub says, in one request."""
     from huggingface_hub import HfApi
 
-    from hf_clover.making.loading import check_path
+    from hf_clover.targets.loading import check_path
 
     asked = []
 
@@ -161,7 +161,7 @@ def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, is_t
 
 
 def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):
-    from hf_clover.making.loading import check_path
+    from hf_clover.targets.loading import check_path
 
     monkeypatch.chdir(tmp_path)
     for name in ("org/model", "model", "Qwen/Qwen3-0.6B", "org/v1.5"):

@@ -12,11 +12,11 @@ from oracle import drafting_by
 from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
-from hf_clover.decoding import drafting
 from hf_clover.decoding.budget import AutomaticBudget
-from hf_clover.decoding.copying import RUN_ELSEWHERE, RUNS, STEADY, Copies
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.draft import drafter as drafter_module
+from hf_clover.decoding.draft.copies import RUN_ELSEWHERE, RUNS, STEADY, Copies
+from hf_clover.decoding.draft.drafter import CloverDrafter
+from hf_clover.decoding.route import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
 
 VOCABULARY = 16
@@ -181,7 +181,7 @@ def test_the_budget_chooses_among_copies_too(model, monkeypatch):
         cut.append((tree.size, with_path(tree, tokens, log_probs, nodes)))
         return cut[-1][1]
 
-    monkeypatch.setattr(drafting, "with_path", watched)
+    monkeypatch.setattr(drafter_module, "with_path", watched)
     model.generate(**ragged_batch(VOCABULARY, (40,)), max_new_tokens=40, assistant_model=heads, num_assistant_tokens=5)
     assert cut
     for size, tree in cut:

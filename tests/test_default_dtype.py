@@ -13,7 +13,7 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads
-from hf_clover.decoding.state import Dice, picks_by_a_race
+from hf_clover.decoding.call import Dice, picks_by_a_race
 from hf_clover.network.target_parts import fingerprint
 
 VOCABULARY, NEW = 24, 24

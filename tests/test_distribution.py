@@ -16,7 +16,7 @@ from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop
-from hf_clover.decoding.state import Dice, picks_by_a_race
+from hf_clover.decoding.call import Dice, picks_by_a_race
 
 VOCABULARY, STEPS, ROWS, ROUNDS = 6, 3, 500, 44  # 22,000 continuations of 3 tokens
 PROMPT = torch.tensor([[1, 4, 2, 5, 3]])

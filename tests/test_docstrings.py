@@ -76,9 +76,9 @@ class LastLines(doctest.OutputChecker):
     "hf_clover/network",
     "hf_clover/training",
     "hf_clover/measure/losslessness.py",
-    "hf_clover/decoding/cache.py",
-    "hf_clover/decoding/copying.py",
-    "hf_clover/decoding/drafting.py",
+    "hf_clover/decoding/cache/by_row.py",
+    "hf_clover/decoding/draft/copies.py",
+    "hf_clover/decoding/draft/drafter.py",
     "hf_clover/decoding/hook.py",
     "hf_clover/decoding/record.py",
 )

@@ -12,17 +12,17 @@ from torch import nn
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, pack_for_cpu, unpack
-from hf_clover.decoding import drafting_copy as module
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.drafting_copy import drafting_copy
-from hf_clover.decoding.private_api import cache_name
+from hf_clover.decoding.draft import cpu_copy as module
+from hf_clover.decoding.draft.cpu_copy import drafting_copy
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.record import speculations
 from hf_clover.network import packing
 from hf_clover.network.variants import VARIANTS
+from hf_clover.targets.private_api import cache_name
 
 pytestmark = pytest.mark.skipif(not packing.can_pack(torch.float32), reason="this torch packs nothing")
 VOCABULARY = 61
-LONG = pytest.mark.long("hf_clover/decoding/drafting_copy.py", "hf_clover/network")  # the default is in the short set
+LONG = pytest.mark.long("hf_clover/decoding/draft/cpu_copy.py", "hf_clover/network")  # the default is in the short set
 OTHERS = [variant for variant in VARIANTS if variant != "clover-x"]
 WEIGHTS = [  # of the copy; what it computes in is float32, or bfloat16 with weights in that
     torch.float32,

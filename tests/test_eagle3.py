@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from training.tiny import make_target, own_text
 
 from hf_clover import Eagle3Heads
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.target_memory import memory_of
-from hf_clover.decoding.target_run import TargetRun
+from hf_clover.decoding.target.memory import memory_of
+from hf_clover.decoding.target.trees import TargetRun
+from hf_clover.targets.private_api import cache_name
 from hf_clover.training.teacher import Teacher
 
 # What is a field because one format or another has it.

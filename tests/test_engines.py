@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_clover.engines.vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
-from hf_clover.engines.vllm_takes import why_not
+from hf_clover.engines.vllm_support import why_not
 from hf_clover.hub.cards import render
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}

@@ -65,7 +65,7 @@ def test_what_is_missing_is_said(monkeypatch):
 
 def test_standing_aside_is_not_installed(monkeypatch):
     """Where a name is lacking, the only wrapper is the one that leaves heads out."""
-    from hf_clover.decoding import private_api
+    from hf_clover.targets import private_api
 
     hf_clover.uninstall_hook()
     monkeypatch.setattr(private_api, "PRIVATE_NAMES", {"_renamed_since": ()})

@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "co
 import small_configs
 import walk
 
-from hf_clover.decoding import support
+from hf_clover.decoding import route as route_module
 from hf_clover.decoding.tree import Tree
 
 VERSION, ROWS = walk.read_table()
 HOW_TO = "if that is right, `python examples/compatibility/walk.py` writes the table anew"
 
 
-@pytest.mark.long("hf_clover/decoding/support.py", "hf_clover/decoding/private_api.py", "examples/compatibility")
+@pytest.mark.long("hf_clover/decoding/route.py", "hf_clover/targets/private_api.py", "examples/compatibility")
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_row(model_type):
     row = walk.examine(model_type)
@@ -77,7 +77,7 @@ def every_earlier_node(self: Tree) -> torch.Tensor:
 @pytest.fixture
 def no_trial(monkeypatch):
     """A trial tree would notice, and fall back."""
-    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)
+    monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3n_text"])

@@ -23,13 +23,13 @@ from transformers.masking_utils import flash_attention_mask
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.attention import attention_for_trees
 from hf_clover.decoding.budget import make_budget
 from hf_clover.decoding.costs import ON_CPU, cost_by_size
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning
-from hf_clover.decoding.target_memory import memory_of
+from hf_clover.decoding.route import CloverWarning
+from hf_clover.decoding.target.attention import attention_for_trees
+from hf_clover.decoding.target.memory import memory_of
 from hf_clover.decoding.tree import root_only
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 16, 20
 CHAINS = [("bloom", "chain"), ("lfm2", "chain"), ("qwen3_next", "replayed chain"), ("jamba", "replayed chain")]
@@ -48,10 +48,10 @@ def heads(model):
 # ---------------------------------------------------------------------- memory
 
 
-OF_CHAINS = pytest.mark.long("hf_clover/decoding/chain.py", "hf_clover/decoding/one_by_one.py")
+OF_CHAINS = pytest.mark.long("hf_clover/decoding/target/chains.py", "hf_clover/decoding/target/one_by_one.py")
 
 
-@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 @pytest.mark.automatic
 @pytest.mark.parametrize(
     "target",
@@ -139,7 +139,7 @@ def test_threads_may_learn_from_each_other(model, heads):
         sys.setswitchinterval(before)
 
 
-@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 @pytest.mark.parametrize(("target", "method"), CHAINS)
 def test_threads_draft_chains_in_one_target(target, method):
     """Caches that are cropped, copied and replayed belong to their call."""
@@ -293,7 +293,7 @@ def test_heads_in_graphs_that_give_no_numbers(model, heads, captures):  # noqa: 
 
 def test_looking_for_nan_costs_no_transfer(model, heads):
     """What the walk needs of a tree comes to the host at once; nothing else is asked of it in a step of fixed size."""
-    from hf_clover.decoding.heads_run import HeadsRun
+    from hf_clover.decoding.draft.session import HeadsRun
 
     inputs, asked = ragged_batch(VOCABULARY, (7,)), []
     draft = HeadsRun.draft
@@ -359,7 +359,7 @@ def test_breaking_off_elsewhere(model, heads, request, where, error, implementat
     assert again.speculation.accepted_tokens > 0
 
 
-@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("target", "method"), CHAINS)
 def test_breaking_off_a_chain(target, method, error):

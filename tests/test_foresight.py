@@ -13,10 +13,11 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import heads_run, state
-from hf_clover.decoding.drafting import grow_in_shape
-from hf_clover.decoding.foresight import Foresight, Unwalked, foresee
-from hf_clover.decoding.state import Text
+from hf_clover.decoding import call as call_module
+from hf_clover.decoding.call import Text
+from hf_clover.decoding.draft import session
+from hf_clover.decoding.draft.drafter import grow_in_shape
+from hf_clover.decoding.draft.foresight import Foresight, Unwalked, foresee
 
 VOCABULARY = 16
 NEW = 60
@@ -101,7 +102,7 @@ def test_what_was_foreseen_is_forgotten_where_something_else_draws():
 
 
 def test_what_there_is_no_room_for_is_drawn_again(monkeypatch):
-    monkeypatch.setattr(state, "MOST_BYTES", 4 * VOCABULARY)
+    monkeypatch.setattr(call_module, "MOST_BYTES", 4 * VOCABULARY)
     text = sampled(1)
     seen = foresee(text, 4, VOCABULARY).whole().log_noise
     assert len(text.dice.numbers) == 1
@@ -112,13 +113,13 @@ def test_what_there_is_no_room_for_is_drawn_again(monkeypatch):
 def test_numbers_that_nobody_will_ask_for_are_forgotten(lengths):
     target, heads, agreeing = bigrams()
     common = {**ragged_batch(VOCABULARY, lengths), "max_new_tokens": NEW, "do_sample": True, "top_k": 0}
-    throw, kept = state.Dice.throw, []
+    throw, kept = call_module.Dice.throw, []
 
     def watched(dice, *args):
         kept.append((len(dice.numbers), len(dice.states)))
         return throw(dice, *args)
 
-    with agreeing, mock.patch.object(state.Dice, "throw", watched):
+    with agreeing, mock.patch.object(call_module.Dice, "throw", watched):
         target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
     assert len(kept) >= NEW
     assert max(numbers for numbers, _ in kept) <= 2 * (heads.config.draft_depth + 1)
@@ -127,17 +128,17 @@ def test_numbers_that_nobody_will_ask_for_are_forgotten(lengths):
 
 def test_where_torch_draws_in_another_way(monkeypatch):
     """Tokens are picked by `torch.multinomial` itself, at one place for all rows."""
-    assert state.picks_by_a_race(torch.device("cpu"))
+    assert call_module.picks_by_a_race(torch.device("cpu"))
     multinomial = torch.multinomial
     backwards = lambda probs, num_samples, **options: multinomial(probs.flip(-1), num_samples, **options)  # noqa: E731
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", backwards)
-        assert not state.picks_by_a_race.__wrapped__(torch.device("cpu"))
+        assert not call_module.picks_by_a_race.__wrapped__(torch.device("cpu"))
     target, heads, agreeing = bigrams()
     common = {**ragged_batch(VOCABULARY, (7, 4)), "max_new_tokens": 20, "do_sample": True, "top_k": 0}
     torch.manual_seed(3)
     truth = target.generate(**common)
-    monkeypatch.setattr(state, "picks_by_a_race", lambda device: False)
+    monkeypatch.setattr(call_module, "picks_by_a_race", lambda device: False)
     assert text_of(2, rowwise=True, do_sample=True).in_lockstep
     with agreeing:
         torch.manual_seed(3)
@@ -194,7 +195,7 @@ def test_heads_that_agree_with_the_target_are_always_right(temperature, lengths)
     with agreeing:
         torch.manual_seed(3)
         foreseen = target.generate(**common, **speculative)
-        with mock.patch.object(heads_run, "foresee", return_value=None):
+        with mock.patch.object(session, "foresee", return_value=None):
             torch.manual_seed(3)
             blind = target.generate(**common, **speculative)
     assert torch.equal(foreseen.sequences, truth)

@@ -26,11 +26,11 @@ from transformers.utils import logging as transformers_logging
 from zoo import ZOO, build
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.states import capture_states
-from hf_clover.making.last_layer import copy_norm
 from hf_clover.network.configuration_clover import VARIANTS
 from hf_clover.network.modeling_clover import CloverRMSNorm
 from hf_clover.network.target_parts import find_decoder, fingerprint, unwrap
+from hf_clover.origins.last_layer import copy_norm
+from hf_clover.targets.hidden_states import capture_states
 
 VOCABULARY = 32
 TREE_TARGETS = [name for name, case in ZOO.items() if case.route == "tree"]

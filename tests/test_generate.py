@@ -22,8 +22,8 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads, Speculation
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.route import CloverWarning
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 16, 30
 WATERMARK = {"bias": 2.5, "greenlist_ratio": 0.5}

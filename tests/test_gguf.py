@@ -18,10 +18,10 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, cli
-from hf_clover.making.loading import load_target, load_tokenizer
+from hf_clover.targets.loading import load_target, load_tokenizer
 from hf_clover.training import script
 
-pytestmark = pytest.mark.long("hf_clover/making")
+pytestmark = pytest.mark.long("hf_clover/targets", "hf_clover/origins")
 
 NAME = "tiny.Q8_0.gguf"
 

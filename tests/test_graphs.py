@@ -15,10 +15,14 @@ from trees import random_tree, running, walk_of
 from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, speculations
-from hf_clover.decoding import cache, drafting, graph_drafting, graph_rules, graphs, static_cache
-from hf_clover.decoding.graph_drafting import IN_GRAPHS
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.target_memory import memory_of
+from hf_clover.decoding import graphs
+from hf_clover.decoding.cache import by_row, static
+from hf_clover.decoding.draft import drafter as drafter_module
+from hf_clover.decoding.draft import in_graphs
+from hf_clover.decoding.draft.in_graphs import IN_GRAPHS
+from hf_clover.decoding.target import graph_rules
+from hf_clover.decoding.target.memory import memory_of
+from hf_clover.targets.private_api import cache_name
 
 pytestmark = pytest.mark.usefixtures("captures")
 VOCABULARY, NEW = 16, 40
@@ -133,8 +137,8 @@ def test_eagle_heads(target, inputs, captures):  # noqa: F811
 
 
 def test_a_text_that_grows_over_every_edge(target, inputs, captures, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(static_cache, "LEAST_COLUMNS", 16)
-    monkeypatch.setattr(static_cache, "ROOM", 8)
+    monkeypatch.setattr(static, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(static, "ROOM", 8)
     heads = CloverHeads.from_target(target)
     plain, (ours, mine), (_, its) = all_three(target, heads, inputs, max_new_tokens=120)
     assert torch.equal(ours, plain)
@@ -150,7 +154,7 @@ def test_rows_leave(target, captures):  # noqa: F811
     new = plain[:, inputs["input_ids"].shape[1] :]
     common = {"max_new_tokens": 60, "eos_token_id": new[0, 12].item(), "pad_token_id": 0}
     seen = set()
-    look_at = static_cache.StaticTreeCache.look_at
+    look_at = static.StaticTreeCache.look_at
 
     def looking(self, nodes):
         found = look_at(self, nodes)
@@ -158,7 +162,7 @@ def test_rows_leave(target, captures):  # noqa: F811
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_cache.StaticTreeCache, "look_at", looking)
+        patch.setattr(static.StaticTreeCache, "look_at", looking)
         plain, (ours, mine), (_, its) = all_three(target, heads, inputs, **common)
     assert torch.equal(ours, plain)
     assert mine.accepted_by_depth == its.accepted_by_depth
@@ -340,7 +344,7 @@ def test_experts_that_run_one_by_one(captures, caplog, monkeypatch):  # noqa: F8
 @pytest.mark.parametrize("how", ["reads the host", "copies from the host", "calls the host"])
 def test_where_a_capture_fails_everything_stays_eager(target, how, captures, monkeypatch, caplog):  # noqa: F811
     heads, inputs = fit(CloverHeads.from_target(target), target), ragged_batch(VOCABULARY, (7,))
-    grow = graph_drafting.grow
+    grow = in_graphs.grow
 
     def waiting(heads, state, *more):
         if how == "reads the host":
@@ -351,7 +355,7 @@ def test_where_a_capture_fails_everything_stays_eager(target, how, captures, mon
             state.tolist()
         return grow(heads, state, *more)
 
-    monkeypatch.setattr(graph_drafting, "grow", waiting)
+    monkeypatch.setattr(in_graphs, "grow", waiting)
     monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
     common = {**inputs, "max_new_tokens": NEW, "do_sample": False, "assistant_model": heads}
     eager, its = told(target, **common, disable_compile=True)
@@ -445,14 +449,14 @@ def test_a_capture_that_finds_no_memory_is_tried_again_without_the_others(captur
 )
 def test_a_call_without_memory_goes_on_eagerly(target, inputs, where, captures, caplog, monkeypatch):  # noqa: F811
     """With the same tokens and drafts, one warning for the target and one for the heads; the next call has graphs."""
-    monkeypatch.setattr(static_cache, "LEAST_COLUMNS", 16)
-    monkeypatch.setattr(static_cache, "ROOM", 8)
-    monkeypatch.setattr(cache, "BLOCK", 24)  # of which no multiple is a power of two, as what doubles is
+    monkeypatch.setattr(static, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(static, "ROOM", 8)
+    monkeypatch.setattr(by_row, "BLOCK", 24)  # of which no multiple is a power of two, as what doubles is
     monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
     heads = CloverHeads.from_target(target)
     told(target, **inputs, max_new_tokens=4, assistant_model=heads)  # the trial of a new target
     memory_of(target).idle_cache = memory_of(heads).idle_cache = None
-    resized, layers = cache.TreeLayer._resized, 0
+    resized, layers = by_row.TreeLayer._resized, 0
     beyond = 128 if where in ("the text grows", "its later layer") else 0
 
     def short(old, capacity):
@@ -467,7 +471,7 @@ def test_a_call_without_memory_goes_on_eagerly(target, inputs, where, captures, 
         if where == "captures":
             patch.setitem(graphs.CAPTURES, "cpu", out_of_memory)
         else:
-            patch.setattr(cache.TreeLayer, "_resized", staticmethod(short))
+            patch.setattr(by_row.TreeLayer, "_resized", staticmethod(short))
         before = captures.made
         plain, (ours, mine), (_, its) = all_three(target, heads, inputs, max_new_tokens=120)
         assert torch.equal(ours, plain)
@@ -516,7 +520,7 @@ def assert_same_tree(mine, its):
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):  # noqa: F811
     """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
-    monkeypatch.setattr(drafting, "MOST_WAITING", 12)
+    monkeypatch.setattr(drafter_module, "MOST_WAITING", 12)
     variant, fields = KINDS[kind]
     if variant == "eagle-3":
         heads = Eagle3Heads.from_target(target, **fields).bind(target)

@@ -204,7 +204,7 @@ def test_a_generate_that_returns_a_class_of_its_own(model, heads, output):
     assert records[0].accepted_tokens > 0
 
 
-@pytest.mark.filterwarnings("ignore::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 def test_speech_as_csm_generates_it():
     """Each place of its text is as many numbers as there are codebooks, which is for plain `generate`."""
     small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_codebooks=4)

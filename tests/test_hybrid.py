@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long("examples/experiments", "hf_clover/decoding/chain.py")
+pytestmark = pytest.mark.long("examples/experiments", "hf_clover/decoding/target/chains.py")
 
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
 

@@ -68,8 +68,8 @@ STARTS = {
     "what heads are built of first": "import hf_clover.network.blocks",
     "the hook first": "from hf_clover import install_hook",
     "the loop first": "import hf_clover.decoding.loop",
-    "private names first": "import hf_clover.decoding.private_api",
-    "attention first": "import hf_clover.decoding.attention",
+    "private names first": "import hf_clover.targets.private_api",
+    "attention first": "import hf_clover.decoding.target.attention",
 }
 CHECK = """
 import sys
@@ -129,11 +129,11 @@ IMPORTED_EARLY = pytest.mark.long(
     "hf_clover/__init__.py",
     "hf_clover/_lazy.py",
     "hf_clover/_versions.py",
-    "hf_clover/decoding/attention.py",
+    "hf_clover/decoding/target/attention.py",
     "hf_clover/decoding/entry.py",
     "hf_clover/decoding/hook.py",
     "hf_clover/decoding/loop.py",
-    "hf_clover/decoding/private_api.py",
+    "hf_clover/targets/private_api.py",
     "hf_clover/network",
 )
 

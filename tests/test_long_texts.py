@@ -12,11 +12,12 @@ from trees import random_tree, running, walk_of
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import long_texts, static_cache
-from hf_clover.decoding.attention import packed_attention
-from hf_clover.decoding.long_texts import TWINS, Parts, hang_parts, has_gaps, parts_of, why_wrong
-from hf_clover.decoding.masks import FULL, SLIDING, MaskRules, ancestors_of, visible_columns
-from hf_clover.decoding.target_memory import memory_of
+from hf_clover.decoding.cache import static
+from hf_clover.decoding.target import long_texts
+from hf_clover.decoding.target.attention import packed_attention
+from hf_clover.decoding.target.long_texts import TWINS, Parts, hang_parts, has_gaps, parts_of, why_wrong
+from hf_clover.decoding.target.masks import FULL, SLIDING, MaskRules, ancestors_of, visible_columns
+from hf_clover.decoding.target.memory import memory_of
 
 VOCABULARY, SIZE, COLUMNS = 24, 16, 48
 CPU = torch.device("cpu")
@@ -25,8 +26,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def short(monkeypatch):
     """Texts are long beyond 32 columns."""
-    monkeypatch.setattr(static_cache, "LEAST_COLUMNS", 16)
-    monkeypatch.setattr(static_cache, "ROOM", 8)
+    monkeypatch.setattr(static, "LEAST_COLUMNS", 16)
+    monkeypatch.setattr(static, "ROOM", 8)
     monkeypatch.setattr(long_texts, "LONG", 32)
 
 

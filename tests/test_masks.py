@@ -9,7 +9,7 @@ from trees import path_to, random_tree, running
 from zoo import ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.masks import additive, ancestors_of, plain_mask, visible_columns
+from hf_clover.decoding.target.masks import additive, ancestors_of, plain_mask, visible_columns
 from hf_clover.decoding.tree import root_only
 
 

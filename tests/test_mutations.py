@@ -20,7 +20,9 @@ LEVELS = next(mutation for mutation in MUTATIONS if "budget by levels" in mutati
 def test_fourteen_lines_of_five_files_each_once(tmp_path):
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) == 14
     files = Counter(mutation.file for mutation in MUTATIONS)
-    assert set(files) == {f"decoding/{module}.py" for module in ("walk", "state", "tree", "cache", "static_cache")}
+    assert set(files) == {
+        f"decoding/{module}.py" for module in ("walk", "call", "tree", "cache/by_row", "cache/static")
+    }
     assert min(files.values()) > 1
     for number, mutation in enumerate(MUTATIONS):
         folder = tmp_path / str(number)
@@ -37,7 +39,7 @@ def test_fourteen_lines_of_five_files_each_once(tmp_path):
 @pytest.mark.parametrize("line", ["no such line", "if layer.is_initialized:", ""])
 def test_a_line_that_is_not_there_once_is_a_mistake_in_the_list(line, tmp_path):
     absent = dataclasses.replace(MUTATIONS[-1], line=line)
-    with pytest.raises(ValueError, match=r"stands \d+ times in decoding/cache.py: mend mutations.py"):
+    with pytest.raises(ValueError, match=r"stands \d+ times in decoding/cache/by_row.py: mend mutations.py"):
         mutations.broken_copy(absent, tmp_path)
 
 

@@ -14,7 +14,7 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding.route import CloverWarning
 
 VOCABULARY, NEW = 16, 30
 

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, DraftLogitsProcessor, Eagle3Heads
-from hf_clover.decoding import heads_run
+from hf_clover.decoding.draft import session
 
 VOCABULARY, NEW = 24, 24
 KINDS = {"clover-x": CloverHeads, "eagle-3": Eagle3Heads}
@@ -147,12 +147,12 @@ def test_a_bias_moves_drafts(fitted):
     target, heads = fitted
     options = {"sequence_bias": [[[2], -9.0], [[11], -9.0], [[17], 9.0], [[8, 17], -9.0]], "no_repeat_ngram_size": 3}
     plain, out = both(target, heads, **options)
-    before = heads_run.must_obey
+    before = session.must_obey
     try:
-        heads_run.must_obey = lambda _: False
+        session.must_obey = lambda _: False
         _, deaf = both(target, heads, **options)
     finally:
-        heads_run.must_obey = before
+        session.must_obey = before
     assert torch.equal(out.sequences, plain)
     assert torch.equal(deaf.sequences, plain)
     assert out.speculation.accepted_tokens > deaf.speculation.accepted_tokens
@@ -252,7 +252,7 @@ def test_a_processor_with_a_state_is_not_asked_for_drafts(fitted):
     assert sum(out.speculation.tree_sizes) > 20
 
 
-@pytest.mark.filterwarnings("error::hf_clover.decoding.support.CloverWarning")
+@pytest.mark.filterwarnings("error::hf_clover.decoding.route.CloverWarning")
 def test_a_draft_vocabulary_without_what_is_allowed(fitted):
     """Nothing is drafted there, and nobody takes that for NaN, which would end all drafting."""
     target, _ = fitted

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
-from hf_clover.decoding import drafting_copy
+from hf_clover.decoding.draft import cpu_copy
 from hf_clover.decoding.record import speculations
 from hf_clover.measure.benchmark import benchmark, plain
 from hf_clover.measure.figures import figure_of
@@ -29,7 +29,7 @@ from hf_clover.network import packing
 
 pytestmark = [
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"),
-    pytest.mark.long("hf_clover/network", "hf_clover/decoding/target_run.py"),
+    pytest.mark.long("hf_clover/network", "hf_clover/decoding/target/trees.py"),
 ]
 VOCABULARY = 61
 
@@ -316,7 +316,7 @@ def test_commands_pack_the_target_and_packed_heads_draft(words, command, monkeyp
     models, prompts = words
     counts, drafting = [], []
     monkeypatch.setattr(packing, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
-    monkeypatch.setattr(drafting_copy, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(cpu_copy, "LEAST_WEIGHTS", 0)
     new_drafter = CloverHeads.new_drafter
     monkeypatch.setattr(
         CloverHeads, "new_drafter", lambda self, made, *how: drafting.append(made) or new_drafter(self, made, *how)

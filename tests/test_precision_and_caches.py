@@ -12,9 +12,9 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning, choose_route
+from hf_clover.decoding.route import CloverWarning, choose_route
 from hf_clover.measure.losslessness import NUMERICS, explain
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 24, 24
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}

@@ -164,7 +164,7 @@ def test_a_target_that_answers_is_asked_what_people_ask():
 def test_a_title_names_a_target_whose_folder_says_no_more():
     from tiny_text import make_target
 
-    from hf_clover.measure.circumstances import circumstances
+    from hf_clover.measure.conditions import circumstances
 
     target = make_target()
     for folder, said in (("runs/target", "llama-21K"), ("org/SmolLM2", "SmolLM2"), ("", "llama-21K")):

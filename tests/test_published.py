@@ -12,10 +12,10 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LogitsProcess
 
 import hf_clover
 from hf_clover import CloverHeads, Eagle3Heads, load_heads
-from hf_clover.decoding.states import capture_states
-from hf_clover.decoding.support import CloverWarning
-from hf_clover.decoding.target_memory import memory_of
+from hf_clover.decoding.route import CloverWarning
+from hf_clover.decoding.target.memory import memory_of
 from hf_clover.hub.push import write_card
+from hf_clover.targets.hidden_states import capture_states
 
 VECTORS = Path(__file__).parent / "reference_vectors" / "eagle3"
 CASES = ("llama_reduced", "qwen3_full")

@@ -12,7 +12,7 @@ from paths import LENGTHS, fed, nodes_as_if_alone, one_by_one, path_of
 from training.tiny import make_target, make_tokenizer, own_text
 
 from hf_clover import CloverTrainingConfig
-from hf_clover.decoding.private_api import cache_name
+from hf_clover.targets.private_api import cache_name
 from hf_clover.training.teacher import Teacher
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "experiments"))

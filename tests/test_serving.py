@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_clover import CloverHeads, cli
 from hf_clover.apps import answering, asked, preparing, serving, wire
 from hf_clover.cli import serving as command
-from hf_clover.decoding import private_api
+from hf_clover.targets import private_api
 from hf_clover.training import online
 
 pytestmark = pytest.mark.long("hf_clover/apps")

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_clover import CloverHeads
 
-pytestmark = pytest.mark.long("hf_clover/making", "hf_clover/network", "hf_clover/decoding/heads_run.py")
+pytestmark = pytest.mark.long(
+    "hf_clover/targets", "hf_clover/origins", "hf_clover/network", "hf_clover/decoding/draft/session.py"
+)
 
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 8}

@@ -12,7 +12,7 @@ from tiny_text import ASCII, save_folders
 from transformers import AutoModelForCausalLM
 from two_ranks import OWN, SAMPLED, SHARED, TEXTS, UNEVEN, prompts, said
 
-pytestmark = pytest.mark.long("hf_clover/decoding/ranks.py", "hf_clover/decoding/loop.py")
+pytestmark = pytest.mark.long("hf_clover/decoding/processes.py", "hf_clover/decoding/loop.py")
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -7,8 +7,8 @@ import soak
 import torch
 from capturing import captures  # noqa: F401  (a fixture)
 
-from hf_clover.decoding import support
-from hf_clover.decoding.cache import TreeCache
+from hf_clover.decoding import route as route_module
+from hf_clover.decoding.cache.by_row import TreeCache
 
 pytestmark = pytest.mark.long("hf_clover/decoding", "tests/soak.py")
 
@@ -45,7 +45,7 @@ def test_a_mistake_in_the_decoding_is_found(monkeypatch):
     assert sound.failures == []
     assert sound.accepted_tokens > 10
     monkeypatch.setattr(TreeCache, "_move", lambda self, moves: None)
-    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)  # a trial tree would notice, and fall back
+    monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)  # a trial tree would notice, and fall back
     broken, outcomes = some(monkeypatch)
     assert len(broken.failures) > 2
     failed = next(case for case, outcome in outcomes if outcome.error)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache import Model, assert_holds, fill, states, target_of
 
-from hf_clover.decoding import static_cache
+from hf_clover.decoding.cache import static
+from hf_clover.decoding.cache.static import MOVES, StaticTreeCache, first_capacity, give_back_cache, take_cache
 from hf_clover.decoding.graphs import Graphs
-from hf_clover.decoding.static_cache import MOVES, StaticTreeCache, first_capacity, give_back_cache, take_cache
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def test_the_static_cache_is_a_list_of_lists(data):
 def test_rows_that_leave_and_a_text_that_outgrows_it(data):
     batch = data.draw(st.integers(2, 5))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(static_cache, "LEAST_COLUMNS", 8)
+        patch.setattr(static, "LEAST_COLUMNS", 8)
         cache, model = StaticTreeCache(2, batch, 8, Graphs(CPU, "Forwards")), Model(batch)
         fill(cache, model, 4)
         cache.finish_filling(batch)

@@ -15,8 +15,8 @@ from transformers import (
 from zoo import CASES, build, ragged_batch, redraw
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning, choose_route
+from hf_clover.decoding.route import CloverWarning, choose_route
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 24, 24
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}

@@ -22,8 +22,9 @@ from zoo import build
 
 from ...generation.test_utils import GenerationTesterMixin
 
-from hf_clover.decoding import entry, support
-from hf_clover.decoding.cache import TreeCache
+from hf_clover.decoding import entry
+from hf_clover.decoding import route as route_module
+from hf_clover.decoding.cache.by_row import TreeCache
 
 global_rng = random.Random()
 NEW = dict(max_new_tokens=12, eos_token_id=None, pad_token_id=0)
@@ -72,7 +73,7 @@ def test_generate_as_it_was():
 
 def test_generate_with_keys_in_wrong_places(model, ids, monkeypatch):
     monkeypatch.setattr(TreeCache, "_move", lambda self, moves: None)
-    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)
+    monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)
     model.generate(torch.tensor([[3, 1, 4, 1, 5, 9]]), **{**NEW, "max_new_tokens": 40}, do_sample=True)
 
 
@@ -98,7 +99,7 @@ def play(checkout, *options, **environment):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    from hf_clover.decoding.private_api import cache_name
+    from hf_clover.targets.private_api import cache_name
 
     folder = tmp_path_factory.mktemp("transformers")
     for package in ("tests", "tests/generation", "tests/models", "tests/models/llama"):

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.private_api import cache_name
+from hf_clover.targets.private_api import cache_name
 
 VOCABULARY, NEW = 24, 14
 SHAPES = {"one": (11,), "ragged": (5, 11, 3)}

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, cli
-from hf_clover.decoding import support
-from hf_clover.decoding.cache import TreeCache
-from hf_clover.decoding.states import capture_states
+from hf_clover.decoding import route as route_module
+from hf_clover.decoding.cache.by_row import TreeCache
 from hf_clover.decoding.tree import Tree
 from hf_clover.measure import losslessness as verification
 from hf_clover.measure.losslessness import BUG, IDENTICAL, NUMERICS, explain, rounding_after, verify
+from hf_clover.targets.hidden_states import capture_states
 
 VOCABULARY = 24
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
@@ -109,7 +109,7 @@ def test_half_precision_is_the_same_or_rounding(name, dtype):
 def test_a_commit_that_keeps_other_nodes_is_found(dtype, monkeypatch):
     monkeypatch.setattr(TreeCache, "_move", lambda self, moves: None)
     target = build("llama", vocab_size=VOCABULARY, dtype=dtype)
-    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)  # a trial tree would notice, and fall back
+    monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)  # a trial tree would notice, and fall back
     result = check(target, CloverHeads.from_target(target))
     assert result["verdict"] == BUG
     bug = next(found for found in result["rows"][0]["differences"] if found["verdict"] == BUG)
@@ -119,7 +119,7 @@ def test_a_commit_that_keeps_other_nodes_is_found(dtype, monkeypatch):
 
 def test_a_mask_that_shows_other_branches_is_found(target, heads, monkeypatch):
     monkeypatch.setattr(Tree, "ancestors", every_earlier_node)
-    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)
+    monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)
     assert check(target, heads)["verdict"] == BUG
 
 
@@ -266,7 +266,7 @@ def test_the_help_has_an_example():
 
 def test_a_bug_is_exit_code_1(run, models, prompts, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Tree, "ancestors", every_earlier_node)
-    monkeypatch.setattr(support, "_why_no_tree", lambda *args: None)
+    monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)
     said = run("verify", *models, *prompts, *SHORT, "--max-new-tokens", "40", "--json")
     assert said.code == 1
     assert json.loads(said.out)["verdict"] == BUG

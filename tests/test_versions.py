@@ -17,9 +17,11 @@ from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads, _versions, cli
-from hf_clover.decoding import hook, private_api, support
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.support import CloverWarning
+from hf_clover.decoding import hook
+from hf_clover.decoding import route as route_module
+from hf_clover.decoding.route import CloverWarning
+from hf_clover.targets import private_api
+from hf_clover.targets.private_api import cache_name
 
 ROOT = Path(__file__).parent.parent
 VOCABULARY, NEW = 16, 12
@@ -214,9 +216,9 @@ def renamed(monkeypatch):
     theirs_prepare = LlamaForCausalLM.prepare_inputs_for_generation
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     monkeypatch.setattr(LlamaForCausalLM, "prepare_inputs_for_generation", prepare)
-    support.why_not_understood.cache_clear()
+    route_module.why_not_understood.cache_clear()
     yield
-    support.why_not_understood.cache_clear()
+    route_module.why_not_understood.cache_clear()
 
 
 MISUNDERSTOOD = (
@@ -263,9 +265,9 @@ def test_a_target_of_its_own_kind_is_blamed_itself(target, monkeypatch):
 
 
 def test_the_trial_of_a_version_leaves_random_numbers_alone():
-    support.why_not_understood.cache_clear()
+    route_module.why_not_understood.cache_clear()
     before = torch.get_rng_state()
-    assert support.why_not_understood() is None
+    assert route_module.why_not_understood() is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

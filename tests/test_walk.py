@@ -27,9 +27,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_clover.decoding import state
-from hf_clover.decoding.masks import ancestors_of
-from hf_clover.decoding.state import Text
+from hf_clover.decoding import call as call_module
+from hf_clover.decoding.call import Text
+from hf_clover.decoding.target.masks import ancestors_of
 from hf_clover.decoding.tree import Tree, chain_of, root_only, with_chain
 from hf_clover.decoding.walk import greedy_walk, read_walk, replay, walk_in_tensors
 
@@ -629,7 +629,7 @@ def some_of_every_kind():
 
 
 def test_every_row_wise_processor_is_named_here():
-    assert {kind.__name__ for kind in state.ROWWISE_PROCESSORS} == set(some_of_every_kind())
+    assert {kind.__name__ for kind in call_module.ROWWISE_PROCESSORS} == set(some_of_every_kind())
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -51,8 +51,8 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hf_clover import CloverHeads, speculations
 from hf_clover.decoding import entry
-from hf_clover.decoding.private_api import cache_name
 from hf_clover.measure.losslessness import BUG, explain
+from hf_clover.targets.private_api import cache_name
 
 FAMILIES = (
     *("llama", "gpt2", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3", "gpt_neox", "opt", "bloom"),

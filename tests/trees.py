@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import torch
 from transformers import GenerationConfig
 
-from hf_clover.decoding.graph_rules import why_no_graphs
-from hf_clover.decoding.target_run import TargetRun
+from hf_clover.decoding.target.graph_rules import why_no_graphs
+from hf_clover.decoding.target.trees import TargetRun
 from hf_clover.decoding.tree import Tree
 
 LONGEST = 400

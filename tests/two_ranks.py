@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop
-from hf_clover.decoding.private_api import cache_name
+from hf_clover.targets.private_api import cache_name
 
 TEXTS = ("def f(x):", "for x in")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}

@@ -33,9 +33,9 @@ from drafters import DEPTH, EVERY, ROW, ask, chain_by_depth, full_rows, read_que
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, set_seed
 
 from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.making.last_layer import LastLayer
-from hf_clover.making.scales import embedding_scale
+from hf_clover.decoding.draft.drafter import CloverDrafter
+from hf_clover.origins.last_layer import LastLayer
+from hf_clover.origins.scales import embedding_scale
 
 PROMPT, CONTINUED, PROMPTS = 64, 64, 48  # tokens, tokens, texts to measure on
 GENERATED = 4  # of them, with a tree at every step

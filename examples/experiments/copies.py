@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_clover.decoding import copying
+from hf_clover.decoding.draft import copies as copies_module
 from hf_clover.measure.benchmark import write
 from hf_clover.measure.provenance import provenance
 
@@ -43,12 +43,12 @@ def read(path: Path, tokenizer: PreTrainedTokenizerBase, count: int, seed: int) 
 def copied(texts: Sequence[Answered], run: int, most: int) -> dict[str, Any]:
     """What the last `run` tokens tell of the next `most`."""
     steps = tokens = guesses = first_right = right = 0
-    with mock.patch.object(copying, "RUNS", {run: 0.6}):
+    with mock.patch.object(copies_module, "RUNS", {run: 0.6}):
         for prompt, answer in texts:
-            copies, place = copying.Copies([prompt], most), 0
+            copies, place = copies_module.Copies([prompt], most), 0
             while place < len(answer):
                 guess, rest = copies.guesses[0], answer[place:]
-                same = copying.agreeing(guess, rest)
+                same = copies_module.agreeing(guess, rest)
                 guesses, first_right, right = guesses + bool(guess), first_right + (same > 0), right + same
                 copies.take_in([rest[: same + 1]])
                 place += same + 1

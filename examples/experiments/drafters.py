@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_clover import CloverHeads, CloverTrainer, Eagle3Heads
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.record import Speculation, speculations
 from hf_clover.measure.benchmark import batch_of
 from hf_clover.measure.prompts import load_questions

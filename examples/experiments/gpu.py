@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Pre
 from widen import Shape, widen_heads, widen_target
 
 from hf_clover import CloverHeads, OnlineLearner
-from hf_clover.decoding import static_cache
+from hf_clover.decoding.cache import static
 from hf_clover.measure.benchmark import Method, measure, parse_method, plain, with_heads, write
 from hf_clover.measure.plots import plot
 from hf_clover.measure.prompts import load_prompts
@@ -190,7 +190,7 @@ class Bench:
                 inputs = self.batch(self.prompts(size)[:size])
                 stand_in = self.small.generate(**inputs, **greedy).sequences.tolist()
                 its = wide.generate(**inputs, **options).sequences.tolist()
-                with mock.patch.object(static_cache, "LEAST_COLUMNS", 64):
+                with mock.patch.object(static, "LEAST_COLUMNS", 64):
                     out = wide.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=15)
                 check = {"cache": cache, "batch_size": size, "method": variant}
                 check["as_plain"], check["as_the_stand_in"] = out.sequences.tolist() == its, its == stand_in

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.states import capture_states
 from hf_clover.measure.benchmark import write
 from hf_clover.measure.provenance import provenance
+from hf_clover.targets.hidden_states import capture_states
 from hf_clover.training.optimizers import MUON_RATE, MuonAndAdamW
 
 QUESTION = "What are heads worth on a target with recurrent layers?"

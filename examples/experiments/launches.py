@@ -25,11 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.decoding import graphs, loop, support, tree
+from hf_clover.decoding import graphs, loop, tree
+from hf_clover.decoding import route as route_module
 from hf_clover.decoding.budget import AutomaticBudget
-from hf_clover.decoding.drafting import CloverDrafter
-from hf_clover.decoding.heads_run import HeadsRun
-from hf_clover.decoding.target_run import TargetRun
+from hf_clover.decoding.draft.drafter import CloverDrafter
+from hf_clover.decoding.draft.session import HeadsRun
+from hf_clover.decoding.target.trees import TargetRun
 
 COUNTED = range(12, 24)  # steps
 LAYERS, VOCABULARY, NODES = 36, 2000, 24
@@ -154,7 +155,7 @@ def as_graphs(launches: Launches, target: PreTrainedModel, eager: bool) -> Itera
     """What transformers compiles, and what this library captures, without a trial of whether its replays are right."""
     compiled = mock.patch.object(target, "get_compiled_call", return_value=launches.as_a_graph(target.__call__))
     captured = mock.patch.dict(graphs.CAPTURES, {} if eager else {"cpu": launches.capture})
-    with compiled, captured, mock.patch.object(support, "_why_no_tree", return_value=None):
+    with compiled, captured, mock.patch.object(route_module, "_why_no_tree", return_value=None):
         yield
 
 

@@ -20,7 +20,7 @@ import torch
 from common import HERE, finish, line, load_heads, load_target, panel, parse
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_clover.decoding import heads_run
+from hf_clover.decoding.draft import session
 from hf_clover.measure.prompts import EVERYDAY, Question, load_prompts
 
 DEFAULTS = dict(
@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for case, (prompts, options) in cases.items():
         plain = [answer(prompt, options).sequences for prompt in prompts]
         for nodes in args.nodes:
-            for method, obeys in (("deaf drafts", lambda _: False), ("drafts that obey", heads_run.must_obey)):
+            for method, obeys in (("deaf drafts", lambda _: False), ("drafts that obey", session.must_obey)):
                 new = forwards = same = 0
-                with mock.patch.object(heads_run, "must_obey", obeys):
+                with mock.patch.object(session, "must_obey", obeys):
                     for prompt, wanted in zip(prompts, plain, strict=True):
                         out = answer(prompt, options, assistant_model=heads, num_assistant_tokens=nodes)
                         new += out.speculation.new_tokens

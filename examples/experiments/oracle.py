@@ -23,7 +23,7 @@ from common import HERE, PLAIN, finish, line, panel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.measure.benchmark import measure, plain, with_heads
 
 SIZES = {  # about so many parameters

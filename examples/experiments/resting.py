@@ -24,14 +24,14 @@ from transformers import PreTrainedModel, set_seed
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience
-from hf_clover.decoding.copying import Copies
+from hf_clover.decoding.call import Dice, random_state
 from hf_clover.decoding.costs import SIZES
-from hf_clover.decoding.foresight import Foresight, FromDice
-from hf_clover.decoding.heads_run import DROP_BELOW
-from hf_clover.decoding.state import Dice, random_state
+from hf_clover.decoding.draft.copies import Copies
+from hf_clover.decoding.draft.foresight import Foresight, FromDice
+from hf_clover.decoding.draft.session import DROP_BELOW
 from hf_clover.decoding.tree import Tree, root_only, with_path
-from hf_clover.making.from_target import COPIES
 from hf_clover.measure.prompts import load_prompts
+from hf_clover.origins.from_target import COPIES
 
 DEFAULTS = dict(
     heads=str(STAND_IN / "heads"),

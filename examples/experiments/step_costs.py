@@ -22,11 +22,11 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_clover import CloverHeads, pack_for_cpu
-from hf_clover.decoding.drafting_copy import drafting_copy
-from hf_clover.decoding.graph_rules import why_no_graphs
-from hf_clover.decoding.private_api import cache_name
-from hf_clover.decoding.target_run import TargetRun
+from hf_clover.decoding.draft.cpu_copy import drafting_copy
+from hf_clover.decoding.target.graph_rules import why_no_graphs
+from hf_clover.decoding.target.trees import TargetRun
 from hf_clover.decoding.tree import root_only
+from hf_clover.targets.private_api import cache_name
 
 DEFAULTS = {
     "heads": GENERATION["heads"],

@@ -23,13 +23,13 @@ from widen import Shape
 
 from hf_clover import speculations
 from hf_clover.decoding import loop
-from hf_clover.decoding.attention import packed_attention
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.cache.static import columns_for
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.graphs import Graphs
-from hf_clover.decoding.long_texts import hang_parts, kernels_on, why_wrong
-from hf_clover.decoding.masks import FULL, MaskRules, ancestors_of, visible_columns
-from hf_clover.decoding.static_cache import columns_for
-from hf_clover.decoding.target_run import TargetRun
+from hf_clover.decoding.target.attention import packed_attention
+from hf_clover.decoding.target.long_texts import hang_parts, kernels_on, why_wrong
+from hf_clover.decoding.target.masks import FULL, MaskRules, ancestors_of, visible_columns
+from hf_clover.decoding.target.trees import TargetRun
 from hf_clover.measure.prompts import held_out_sources
 
 PARTS = {  # of a step with heads: where each is

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hf_clover.making.smollm2 import NotThere, make
+from hf_clover.targets.smollm2 import NotThere, make
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -28,10 +28,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads
-from hf_clover.making.loading import load_target, load_tokenizer
 from hf_clover.measure.benchmark import benchmark, plain, with_heads, write
 from hf_clover.measure.prompts import Question, load_questions
 from hf_clover.measure.provenance import provenance
+from hf_clover.targets.loading import load_target, load_tokenizer
 from hf_clover.training.row_by_row import decode, own_random_numbers
 
 HERE = Path(__file__).resolve().parent

@@ -21,8 +21,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
-from ..decoding.private_api import response_parser
 from ..decoding.record import speculations
+from ..targets.private_api import response_parser
 from .asked import Asked, Refused, Rules
 from .live import TokenText
 

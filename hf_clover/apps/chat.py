@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from ..decoding.private_api import cache_name
 from ..measure.prompts import prompt_ids
 from ..measure.step_record import StepRecord
+from ..targets.private_api import cache_name
 from .lines import lines_of, print_line
 from .live import LiveStreamer
 

@@ -12,12 +12,12 @@ import typer
 
 from .. import __version__
 from .environment import env
+from .generating import chat, generate
 from .measuring import benchmark, plot
 from .options import ManyValues
 from .serving import serve
 from .training import push, regenerate, train
 from .verifying import verify
-from .writing import chat, generate
 
 app = typer.Typer(
     name="hf-clover",

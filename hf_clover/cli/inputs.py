@@ -21,7 +21,7 @@ class AtHand(NamedTuple):
 
 def at_hand() -> AtHand:
     """What is taken where no target is named: SmolLM2 once the quick start has got it, else the stand-in."""
-    from ..making.smollm2 import is_kept, kept
+    from ..targets.smollm2 import is_kept, kept
 
     if is_kept() and (EXAMPLES / "smollm2" / "heads").is_dir():
         return AtHand(kept().name, str(kept()), str(EXAMPLES / "smollm2" / "heads"))
@@ -55,8 +55,8 @@ def load(
         print_line(Console(stderr=True), f"No `--target`: this is {name}, from {target}", "dim")
     import torch
 
-    from ..making.loading import check_path, hide_loading_bars, load_target, load_tokenizer
-    from ..making.published import load_heads
+    from ..origins.published import load_heads
+    from ..targets.loading import check_path, hide_loading_bars, load_target, load_tokenizer
 
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto" and place.type == "cpu":
@@ -106,7 +106,7 @@ def learning(
 def remember_texts(heads: Any, tokens: int) -> None:
     """`--remember`."""
     if tokens:
-        from ..decoding.copying import TextMemory
+        from ..decoding.draft.copies import TextMemory
 
         if heads is None or not heads.config.draft_copies:
             lacking = "no heads" if heads is None else "heads that copy nothing (`draft_copies` is 0 in config.json)"

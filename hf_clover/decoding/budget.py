@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of
 from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, SIZES_IN_GRAPHS, START, Costs, Guess, cost_by_size
-from .target_memory import memory_of
+from .target.memory import memory_of
 from .tree import Tree
 
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory

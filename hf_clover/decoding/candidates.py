@@ -17,8 +17,8 @@ from transformers.generation import CandidateGenerator
 
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
-from .drafting_copy import drafting_copy
-from .states import capture_states
+from ..targets.hidden_states import capture_states
+from .draft.cpu_copy import drafting_copy
 
 
 class CloverCandidateGenerator(CandidateGenerator):

@@ -23,13 +23,13 @@ from transformers.utils import logging
 
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of, unwrap
+from ..targets.private_api import generate_plainly, why_unavailable
 from .budget import check_nodes
+from .call import Text
 from .loop import speculate
-from .private_api import generate_plainly, why_unavailable
-from .ranks import goes_in_step, share_random_state
+from .processes import goes_in_step, share_random_state
 from .record import Speculation, with_record
-from .state import Text
-from .support import PLAIN, TREE, Route, choose_route, warn
+from .route import PLAIN, TREE, Route, choose_route, warn
 
 logger = logging.get_logger(__name__)
 

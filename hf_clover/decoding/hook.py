@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.generation.utils import GenerationMixin
 
-from .private_api import why_unavailable
+from ..targets.private_api import why_unavailable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

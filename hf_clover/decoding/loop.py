@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..network.modeling_heads import DraftHeads
+from ..targets.private_api import cache_name
 from .budget import make_budget
-from .chain import ChainRun
-from .heads_run import HeadsRun, layers_read
-from .private_api import cache_name
-from .ranks import any_goes_on, shared_budget
+from .call import Text
+from .draft.session import HeadsRun, layers_read
+from .processes import any_goes_on, shared_budget
 from .record import Speculation, with_record
-from .run import Run
-from .state import Text
-from .support import AS_TREES, REPLAYED, TREE, Route
-from .target_run import TargetRun
+from .route import AS_TREES, REPLAYED, TREE, Route
+from .target.base import Run
+from .target.chains import ChainRun
+from .target.trees import TargetRun
 from .tree import root_only
 from .walk import greedy_walk, read_walk, replay
 

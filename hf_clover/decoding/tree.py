@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import MinPLogitsWarper, TopPLogitsWarper
 
-from .masks import ancestors_of
+from .target.masks import ancestors_of
 
 # (level, which beam of the level before each new beam descends from [B, W], its token [B, W]) -> logits [B, W, V]
 Expand = Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessorList
 
-from .state import Text
+from .call import Text
 from .tree import Tree
 
 # ---------------------------------------------------------------------- the plain walk

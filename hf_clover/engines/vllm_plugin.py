@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..network.configuration_clover import CloverConfig
-from .vllm_takes import method_of, why_not
+from .vllm_support import method_of, why_not
 
 HOOKS = ("set_skip_topk(False)", "set_skip_topk(True)", "compact_topk_indices(token_indices_to_sample)")
 

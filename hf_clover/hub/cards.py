@@ -27,7 +27,7 @@ from huggingface_hub import DatasetCard, DatasetCardData, EvalResult, ModelCard,
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from ..engines.vllm_takes import method_of, most_drafts, why_not
+from ..engines.vllm_support import method_of, most_drafts, why_not
 
 MARKER = "Written by hf_clover from the files beside it, and again with the next push. Without this line it is yours."
 TAGS = ["clover", "speculative-decoding"]

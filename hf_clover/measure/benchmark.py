@@ -28,10 +28,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .circumstances import circumstances, template_of, that_fit
+from .conditions import circumstances, template_of, that_fit
 from .methods import Method, first_difference, packed, parse_method, plain, with_heads
-from .one_run import Run, batch_of, peak_memory, run_once
 from .prompts import Question, kind_of, pad_id_of, prompt_after
+from .timing import Run, batch_of, peak_memory, run_once
 from .whole_files import write_whole
 
 # ---------------------------------------------------------------------- all runs of a setting

@@ -126,7 +126,7 @@ def _attention() -> list[str]:
 def _generate() -> dict[str, Any]:
     """Whether `generate` speculates, and what of transformers is lacking where it does not."""
     from ..decoding.hook import is_installed
-    from ..decoding.private_api import why_unavailable
+    from ..targets.private_api import why_unavailable
 
     return {"hook_installed": is_installed(), "lacking_in_transformers": why_unavailable()}
 

@@ -32,11 +32,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ..decoding.private_api import cache_name
 from ..decoding.record import Speculation, speculations
-from ..decoding.target_run import takes_positions
-from ..decoding.trial import precision_of, rounding_tolerance
+from ..decoding.target.trees import takes_positions
+from ..decoding.target.trial import precision_of, rounding_tolerance
 from ..network.modeling_heads import DraftHeads
+from ..targets.private_api import cache_name
 from .acceptance import right_by_place
 from .benchmark import batch_of, circumstances
 from .methods import Method, first_difference, with_heads

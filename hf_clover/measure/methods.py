@@ -9,10 +9,10 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..decoding.hook import are_heads
-from ..making.published import load_heads
 from ..network.modeling_heads import DraftHeads
 from ..network.packing import pack_for_cpu
 from ..network.variants import CHOICES
+from ..origins.published import load_heads
 from .figures import PACKED
 
 PROMPT_LOOKUP_TOKENS = 10  # what transformers' documentation uses

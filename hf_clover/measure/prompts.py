@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..making.loading import check_path
+from ..targets.loading import check_path
 
 logger = logging.get_logger(__name__)
 

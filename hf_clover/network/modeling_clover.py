@@ -319,7 +319,7 @@ class CloverHeads(DraftHeads):
     def new_drafter(
         self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None
     ) -> Any:
-        return package("decoding.drafting").CloverDrafter(network, prompt_mask, block)
+        return package("decoding.draft.drafter").CloverDrafter(network, prompt_mask, block)
 
     @classmethod
     def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
@@ -347,7 +347,7 @@ class CloverHeads(DraftHeads):
         3
         ```
         """
-        return package("making.from_target").heads_from_target(cls, target, variant, fields)
+        return package("origins.from_target").heads_from_target(cls, target, variant, fields)
 
     @classmethod
     def from_reference_checkpoint(
@@ -366,7 +366,7 @@ class CloverHeads(DraftHeads):
         Returns:
             `CloverHeads`: bound to the target
         """
-        return package("making.reference").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
+        return package("origins.reference").heads_from_reference_checkpoint(cls, folder, target, allow_pickle)
 
 
 CloverHeads.register_for_auto_class("AutoModel")

@@ -241,7 +241,7 @@ class Eagle3Heads(PathHeads):
         Returns:
             `Eagle3Heads`: heads that change no token and guess few of them, until they are trained
         """
-        return package("making.from_target").eagle3_from_target(cls, target, fields)
+        return package("origins.from_target").eagle3_from_target(cls, target, fields)
 
     @classmethod
     def from_pretrained(
@@ -257,7 +257,7 @@ class Eagle3Heads(PathHeads):
         arguments `target`, `layer_ids` and `allow_pickle`."""
         reading = (target, layer_ids, allow_pickle)
         with contextlib.suppress(ImportError):  # remote code may run without the package, which reads those
-            published = package("making.published")
+            published = package("origins.published")
             if "config" not in kwargs and published.is_of_others(pretrained_model_name_or_path, kwargs):
                 return published.load_heads(pretrained_model_name_or_path, *reading, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

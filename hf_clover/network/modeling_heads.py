@@ -315,7 +315,7 @@ class PathHeads(DraftHeads):
     def new_drafter(
         self, network: DraftHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None
     ) -> Any:
-        return package("decoding.path_drafting").PathDrafter(network, prompt_mask, block)
+        return package("decoding.draft.path_drafter").PathDrafter(network, prompt_mask, block)
 
 
 def package(module: str) -> ModuleType:

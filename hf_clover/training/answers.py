@@ -31,10 +31,10 @@ from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
 from ..hub.push import write_results
-from ..making.loading import gguf_file_of
 from ..measure.prompts import prompt_ids
 from ..measure.provenance import provenance
 from ..measure.whole_files import not_written, write_whole, writing_whole
+from ..targets.loading import gguf_file_of
 from .row_by_row import decode, own_random_numbers, own_seed
 from .storage import claim
 

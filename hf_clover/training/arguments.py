@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..making.published import load_heads
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
+from ..origins.published import load_heads
 from .config import CloverTrainingConfig
 from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, WITH_MUON, MuonAndAdamW
 from .teacher import loading_whole

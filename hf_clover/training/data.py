@@ -16,8 +16,8 @@ from datasets import Dataset, IterableDataset
 from transformers.utils import logging
 from trl import maybe_convert_to_chatml
 
-from ..making.loading import check_path
 from ..network.modeling_heads import DraftHeads
+from ..targets.loading import check_path
 
 logger = logging.get_logger(__name__)
 

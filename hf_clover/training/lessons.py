@@ -20,7 +20,7 @@ from transformers import Cache
 
 if TYPE_CHECKING:
     from ..decoding.record import Speculation
-    from ..decoding.run import Run
+    from ..decoding.target.base import Run
 
 SHORTEST = 4  # positions: of three there is one prediction, and nothing before it
 LONGEST = 2048  # positions that heads look at together, as in training

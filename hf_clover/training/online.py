@@ -27,16 +27,16 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import logging
 
 from ..decoding.entry import place_heads
-from ..decoding.graph_rules import adapters_on
+from ..decoding.target.graph_rules import adapters_on
 from ..hub.push import LEARNER, write_card, write_results
-from ..making.loading import hiding_bars
-from ..making.published import load_heads
 from ..measure.provenance import provenance
 from ..measure.whole_files import writing_whole
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from ..network.packing import is_packed, multiplies_bfloat16_fast, plain_weight
 from ..network.target_parts import unwrap
+from ..origins.published import load_heads
+from ..targets.loading import hiding_bars
 from .lessons import CallListener, Document, Lessons
 from .losses import prediction_mask, weighted_loss
 from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, WITH_MUON, MuonAndAdamW
@@ -45,7 +45,7 @@ from .teacher import Teacher
 
 if TYPE_CHECKING:
     from ..decoding.record import Speculation
-    from ..decoding.run import Run
+    from ..decoding.target.base import Run
 
 logger = logging.get_logger(__name__)
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from ..decoding.private_api import cache_name, inputs_after, read_prompt
-from ..decoding.state import Text
+from ..decoding.call import Text
+from ..targets.private_api import cache_name, inputs_after, read_prompt
 
 
 def own_seed(ids: Sequence[int], seed: int) -> int:

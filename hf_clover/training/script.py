@@ -14,7 +14,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ..making.loading import hide_loading_bars
+from ..targets.loading import hide_loading_bars
 from .callbacks import AcceptanceCallback
 from .config import CloverTrainingConfig
 from .data import source_of

@@ -26,10 +26,10 @@ from transformers.integrations.deepspeed import (
 )
 from transformers.utils import logging
 
-from ..decoding.states import BEFORE_NORM, capture_states, read_by
-from ..making.loading import gguf_file_of, load_target
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import find_decoder, gather_rows, is_plain, token_table, unwrap, whole
+from ..targets.hidden_states import BEFORE_NORM, capture_states, read_by
+from ..targets.loading import gguf_file_of, load_target
 from .losses import LossTerms, head_losses
 
 if TYPE_CHECKING:

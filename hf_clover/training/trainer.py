@@ -26,11 +26,11 @@ from transformers import (
 from transformers.utils import logging
 from trl import SFTTrainer
 
-from ..decoding.private_api import require
 from ..hub.push import asking_the_hub, push_folder, write_card, write_results
-from ..making.loading import gguf_file_of, load_tokenizer
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import unwrap
+from ..targets.loading import gguf_file_of, load_tokenizer
+from ..targets.private_api import require
 from .arguments import (
     as_sft,
     check_optimizer,

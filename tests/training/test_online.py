@@ -11,8 +11,8 @@ from training.tiny import make_target
 from transformers import DynamicCache
 
 from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, load_heads, pack_for_cpu
-from hf_clover.decoding.private_api import cache_name
 from hf_clover.hub.push import LEARNER, files_to_push
+from hf_clover.targets.private_api import cache_name
 from hf_clover.training import online
 from hf_clover.training.lessons import LONGEST, Document, Lessons
 from hf_clover.training.pace import PERIOD, Pace

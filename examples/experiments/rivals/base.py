@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_clover import CloverHeads, CloverTrainer
-from hf_clover.decoding.drafting import CloverDrafter
+from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.network.modeling_heads import DraftHeads
 
 

@@ -23,9 +23,9 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_clover import CloverConfig, CloverTrainer
-from hf_clover.decoding.path_drafting import PathDrafter
-from hf_clover.making.from_target import paper_layers
+from hf_clover.decoding.draft.path_drafter import PathDrafter
 from hf_clover.network.modeling_clover import CloverAttention, CloverMLP, CloverOutput, CloverRMSNorm
+from hf_clover.origins.from_target import paper_layers
 from hf_clover.training.losses import prediction_mask, soft_cross_entropy
 
 from .base import RivalHeads

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from .cache import TreeCache
-from .drafting import CloverDrafter, Settled, given, grow_in_shape
+from ..cache.by_row import TreeCache
+from ..target.masks import additive, visible_columns
+from ..tree import Tree
+from .drafter import CloverDrafter, Settled, given, grow_in_shape
 from .foresight import Foresight
-from .masks import additive, visible_columns
-from .tree import Tree
 
 
 class PathDrafter(CloverDrafter):

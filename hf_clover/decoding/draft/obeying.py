@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
+from ...targets.private_api import allowed_by
+from ..call import ROWWISE_PROCESSORS, SCORE_PROCESSORS, Text, for_row
 from .foresight import Foresight
-from .private_api import allowed_by
-from .state import ROWWISE_PROCESSORS, SCORE_PROCESSORS, Text, for_row
 
 # Pure functions of scores or of one row's text that forbid tokens or favour some. What only narrows or flattens a
 # distribution (top-k, temperature) forbids in the target's, which the draft's is not.

@@ -17,21 +17,21 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
-from ..network.modeling_heads import DraftHeads
-from .budget import Budget
-from .copying import Copies
-from .drafting import CloverDrafter, drafter_of_conversation
-from .drafting_copy import drafting_copy
+from ...network.modeling_heads import DraftHeads
+from ...targets.hidden_states import BEFORE_NORM, read_by
+from ..budget import Budget
+from ..call import Text
+from ..record import Listener
+from ..route import warn
+from ..target.base import Run
+from ..target.memory import memory_of
+from ..tree import Tree, with_chain
+from .copies import Copies
+from .cpu_copy import drafting_copy
+from .drafter import CloverDrafter, drafter_of_conversation
 from .foresight import Unwalked, foresee
-from .graph_drafting import IN_GRAPHS, drafts_in_graphs
+from .in_graphs import IN_GRAPHS, drafts_in_graphs
 from .obeying import Obedience, must_obey
-from .record import Listener
-from .run import Run
-from .state import Text
-from .states import BEFORE_NORM, read_by
-from .support import warn
-from .target_memory import memory_of
-from .tree import Tree, with_chain
 
 DROP_BELOW = 0.75  # of a batch's rows going on
 WATCHED = 200  # places at which first drafts are watched

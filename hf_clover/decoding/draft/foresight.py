@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .state import Dice, Text
-from .tree import Tree
+from ..call import Dice, Text
+from ..tree import Tree
 
 LEAST = 0.001  # of the best token's probability: what is under it in the draft is no guess, however lucky
 KNOWN = -1e4  # log noise of a token that will be picked: whatever the heads say of it, no other comes near

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..network.modeling_heads import DraftHeads
-from ..network.packing import (
+from ...network.modeling_heads import DraftHeads
+from ...network.packing import (
     HalvedLinear,
     can_halve,
     can_pack,
@@ -28,8 +28,8 @@ from ..network.packing import (
     packed,
     plain_weight,
 )
-from ..network.target_parts import BorrowedParts, are_divided, come_and_go, is_plain
-from .target_memory import memory_of
+from ...network.target_parts import BorrowedParts, are_divided, come_and_go, is_plain
+from ..target.memory import memory_of
 
 LEAST_WEIGHTS = 2**19  # of the largest layer, from which on reading weights takes longer than calling operators
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from .target_memory import memory_of
+from .memory import memory_of
 
 _inside = threading.local()
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import logging
 
+from ...targets.private_api import efficient_attention, flash_attention_of_sequences, has_attention_by_name
+from ..cache.static import StaticSlots
 from .masks import FULL, MaskRules, additive
-from .private_api import efficient_attention, flash_attention_of_sequences, has_attention_by_name
-from .static_cache import StaticSlots
 
 logger = logging.get_logger(__name__)
 

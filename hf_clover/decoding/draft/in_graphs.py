@@ -17,17 +17,17 @@ import torch
 from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 
-from ..network.modeling_clover import CloverHeads
-from ..network.modeling_heads import DraftHeads
-from ..network.target_parts import come_and_go
-from .cache import TreeCache
-from .drafting import CloverDrafter, Settled, given, grow, grow_in_shape
+from ...network.modeling_clover import CloverHeads
+from ...network.modeling_heads import DraftHeads
+from ...network.target_parts import come_and_go
+from ..cache.by_row import TreeCache
+from ..cache.static import StaticTreeCache, first_capacity, give_back_cache, take_cache
+from ..graphs import CAPTURES, Graphs, Outputs, filled
+from ..target.masks import additive, visible_columns
+from ..tree import Tree, with_path
+from .drafter import CloverDrafter, Settled, given, grow, grow_in_shape
 from .foresight import Foresight
-from .graphs import CAPTURES, Graphs, Outputs, filled
-from .masks import additive, visible_columns
-from .path_drafting import Levels, PathDrafter
-from .static_cache import StaticTreeCache, first_capacity, give_back_cache, take_cache
-from .tree import Tree, with_path
+from .path_drafter import Levels, PathDrafter
 
 
 def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from .cache import Slots
-from .graphs import filled
+from ...targets.private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
+from ..cache.by_row import Slots
+from ..graphs import filled
+from ..processes import any_goes_on
+from ..tree import Tree, root_only
+from .base import Run
 from .one_by_one import one_by_one
-from .private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
-from .ranks import any_goes_on
-from .run import Run
-from .tree import Tree, root_only
 
 MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
 

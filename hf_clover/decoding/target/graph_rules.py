@@ -10,11 +10,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..network.target_parts import are_divided, come_and_go, device_of
-from .graphs import CAPTURES
-from .private_api import attention_of, experts_of, is_compiled
-from .states import has_hooks_of_others
-from .target_memory import memory_of
+from ...network.target_parts import are_divided, come_and_go, device_of
+from ...targets.hidden_states import has_hooks_of_others
+from ...targets.private_api import attention_of, experts_of, is_compiled
+from ..graphs import CAPTURES
+from .memory import memory_of
 
 logger = logging.get_logger(__name__)
 

@@ -19,10 +19,10 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .cache import Moves, Slots, TreeCache, TreeLayer
-from .costs import SIZES_IN_GRAPHS
-from .graphs import Graphs
-from .target_memory import memory_of
+from ..costs import SIZES_IN_GRAPHS
+from ..graphs import Graphs
+from ..target.memory import memory_of
+from .by_row import Moves, Slots, TreeCache, TreeLayer
 
 NODE_COUNTS = tuple(size + 1 for size in SIZES_IN_GRAPHS)  # of trees in graphs, with the root; others are filled up
 ROW_COUNTS = (1, 2, 4, 8, 16, 32, 48)  # beside all that a call began with

@@ -18,12 +18,12 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..network.blocks import followed, last_place, searched_text, stretches
-from ..network.modeling_clover import CloverHeads
-from ..network.modeling_heads import DraftHeads
-from .cache import TreeCache
+from ...network.blocks import followed, last_place, searched_text, stretches
+from ...network.modeling_clover import CloverHeads
+from ...network.modeling_heads import DraftHeads
+from ..cache.by_row import TreeCache
+from ..tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only, with_path
 from .foresight import Foresight
-from .tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only, with_path
 
 logger = logging.get_logger(__name__)
 

@@ -20,7 +20,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_manage
 
 from ..network.target_parts import device_of
 from .budget import Budget
-from .state import random_state, set_random_state
+from .call import random_state, set_random_state
 from .tree import Tree
 
 

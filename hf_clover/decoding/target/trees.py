@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
-from ..network.target_parts import device_of
+from ...network.target_parts import device_of
+from ...targets.private_api import cache_name, inputs_after, inputs_of_step, read_prompt
+from ..cache.by_row import TreeCache
+from ..cache.static import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
+from ..call import Text
+from ..graphs import Graphs, filled
+from ..processes import any_goes_on
+from ..tree import Tree, chain_of, root_only
+from ..walk import walk_in_tensors
 from .attention import attention_for_trees, shared_heads
-from .cache import TreeCache
+from .base import Run
 from .graph_rules import what_forwards_read
-from .graphs import Graphs, filled
 from .long_texts import hang_parts, has_gaps, is_for_parts
 from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
-from .private_api import cache_name, inputs_after, inputs_of_step, read_prompt
-from .ranks import any_goes_on
-from .run import Run
-from .state import Text
-from .static_cache import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
-from .tree import Tree, chain_of, root_only
-from .walk import walk_in_tensors
 
 CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
 

@@ -15,9 +15,9 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
-    from ..network.modeling_heads import DraftHeads
-    from .budget import Experience
-    from .static_cache import StaticTreeCache
+    from ...network.modeling_heads import DraftHeads
+    from ..budget import Experience
+    from ..cache.static import StaticTreeCache
 
 
 @dataclass(eq=False)

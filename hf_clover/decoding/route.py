@@ -20,12 +20,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
-from .attention import shared_heads
-from .graph_rules import tell_why_no_graphs, why_no_graphs
-from .private_api import attention_of, cache_name, makes_inputs_itself
-from .state import Text
-from .target_memory import memory_of
-from .trial import (
+from ..targets.private_api import attention_of, cache_name, makes_inputs_itself
+from .call import Text
+from .target.attention import shared_heads
+from .target.graph_rules import tell_why_no_graphs, why_no_graphs
+from .target.memory import memory_of
+from .target.trial import (
     ChangingInputError,
     NotANumberError,
     chain_error,

@@ -27,8 +27,8 @@ from ..network.modeling_heads import DraftHeads
 from ..network.packing import plain_weight
 from ..network.target_parts import find_decoder, unwrap
 from ..network.variants import MODEL_TYPES
+from ..targets.loading import check_path
 from .from_target import COPIES, identity_of, paper_layers
-from .loading import check_path
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

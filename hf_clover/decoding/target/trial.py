@@ -24,11 +24,11 @@ from transformers import (
 )
 from transformers.models.bloom import BloomConfig, BloomForCausalLM
 
-from ..network.target_parts import device_of
-from .chain import ChainRun
-from .private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
-from .target_run import MADE_ANEW, OF_EACH_TOKEN, TargetRun, takes_positions
-from .tree import Tree, chain_of
+from ...network.target_parts import device_of
+from ...targets.private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
+from ..tree import Tree, chain_of
+from .chains import ChainRun
+from .trees import MADE_ANEW, OF_EACH_TOKEN, TargetRun, takes_positions
 
 
 def made_up_llama() -> PreTrainedModel:

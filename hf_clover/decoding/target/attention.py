@@ -27,10 +27,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..network.target_parts import device_of
+from ...network.target_parts import device_of
+from ...targets.private_api import (
+    attention_by_name,
+    attention_of,
+    has_attention_by_name,
+    looks_up_attention,
+    set_attention,
+)
 from .long_texts import parts_of
-from .private_api import attention_by_name, attention_of, has_attention_by_name, looks_up_attention, set_attention
-from .target_memory import memory_of
+from .memory import memory_of
 
 PACKED = "clover_packed_sdpa"
 TREE_ATTENTION = ("sdpa", "eager")  # transformers' implementations that take a mask of any shape

@@ -14,9 +14,9 @@ from typing import Any, Self, TypeVar
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .private_api import as_for_decoding, cache_name, is_the_users
-from .states import capture_states
-from .tree import Tree
+from ...targets.hidden_states import capture_states
+from ...targets.private_api import as_for_decoding, cache_name, is_the_users
+from ..tree import Tree
 
 Held = TypeVar("Held")
 

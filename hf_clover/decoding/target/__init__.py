@@ -1,0 +1,1 @@
+"""The target in a call: its forwards, and what must be known of it."""

@@ -1,1 +1,0 @@
-"""How heads come to be: a target is loaded, and its last layer, norms and scales make the first weights."""

@@ -1,0 +1,1 @@
+"""How heads come to be: first weights from the target, or checkpoints that others made."""
