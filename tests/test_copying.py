@@ -14,7 +14,7 @@ from zoo import build, ragged_batch
 from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.draft import drafter as drafter_module
-from hf_clover.decoding.draft.copies import RUN_ELSEWHERE, RUNS, STEADY, Copies
+from hf_clover.decoding.draft.copies import RUNS, RUNS_ELSEWHERE, STEADY, Copies
 from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.route import CloverWarning
 from hf_clover.decoding.tree import Tree, with_path
@@ -291,25 +291,30 @@ def remembered(texts, most_tokens):
 @given(
     st.lists(st.lists(st.integers(0, 1), max_size=9), min_size=1, max_size=8),
     st.integers(1, 30),
-    st.lists(st.integers(0, 1), min_size=RUN_ELSEWHERE, max_size=RUN_ELSEWHERE),
+    st.lists(st.integers(0, 1), min_size=max(RUNS_ELSEWHERE), max_size=6),
     st.integers(1, 5),
 )
-def test_a_memory_knows_what_followed_in_the_last_text_that_has_the_run(texts, most_tokens, run, most):
+def test_a_memory_knows_what_followed_in_the_last_text_that_has_the_longest_run(texts, most_tokens, now, most):
     memory = TextMemory(most_tokens)
     for text in texts:
         memory.add(text)
     kept = remembered(texts, most_tokens)
     assert len(memory) == sum(map(len, kept)) <= most_tokens
-    followed_by = [
-        text[end : end + most]
-        for text in kept
-        for end in range(RUN_ELSEWHERE, len(text))
-        if text[end - RUN_ELSEWHERE : end] == run
-    ]
-    found = memory.after(tuple(run), most)
+    followed_by = {
+        length: [
+            text[end : end + most]
+            for text in kept
+            for end in range(length, len(text))
+            if text[end - length : end] == now[-length:]
+        ]
+        for length in RUNS_ELSEWHERE
+    }
+    found, chance = memory.after(now, most)
     if texts == kept:  # none was forgotten, which may leave a run without its place in an older text
-        assert found == (followed_by[-1] if followed_by else [])
-    assert found == [] or found in followed_by
+        longest = max((length for length, places in followed_by.items() if places), default=None)
+        assert found == ([] if longest is None else followed_by[longest][-1])
+        assert chance == RUNS_ELSEWHERE.get(longest, 0.0)
+    assert found == [] or found in followed_by[next(n for n, hope in RUNS_ELSEWHERE.items() if hope == chance)]
 
 
 @pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])

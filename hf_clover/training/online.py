@@ -26,6 +26,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.utils import logging
 
+from ..decoding.draft.copies import TextMemory
 from ..decoding.entry import place_heads
 from ..decoding.target.graph_rules import adapters_on
 from ..hub.push import LEARNER, write_card, write_results
@@ -57,6 +58,7 @@ ADAM_RATE, LONGEST_GRADIENT = 1e-3, 0.5
 RATE_OF_TRAINED = 0.15  # of the rates for new heads: at those, trained ones first forget what they know
 DRAFT_VOCABULARY = 8192  # ids that new heads score, where the target has at least twice as many
 STEPS_BETWEEN_SAVES = 50
+REMEMBERED = 100_000  # tokens of the last texts, to copy drafts from
 WINDOW = 512  # generated tokens of one entry in the record of how drafting went
 RECORD = "learning.json"
 
@@ -189,10 +191,15 @@ class OnlineLearner:
             )
         self._opened, self._spent = clock(), 0.0
         self.heads.learner = self
+        self._brings_memory = self.heads.text_memory is None and self.heads.config.draft_copies > 0
+        if self._brings_memory:
+            self.heads.text_memory = TextMemory(REMEMBERED)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         self.heads.learner = None
+        if self._brings_memory:
+            self.heads.text_memory = None
         if kind is None:
             while self.step(least=1):
                 pass

@@ -10,7 +10,7 @@ from capturing import captures  # noqa: F401  (a fixture)
 from training.tiny import make_target
 from transformers import DynamicCache
 
-from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, load_heads, pack_for_cpu
+from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, TextMemory, load_heads, pack_for_cpu
 from hf_clover.hub.push import LEARNER, files_to_push
 from hf_clover.targets.private_api import cache_name
 from hf_clover.training import online
@@ -96,6 +96,23 @@ def test_rows_that_leave_the_batch_are_heard_to_their_end(target):
     assert min(lengths) < max(lengths)
     for text, document in zip(texts, heard, strict=True):
         assert torch.equal(document.next_tokens, text[1 : len(document) + 1])
+
+
+def test_while_it_is_open_heads_copy_from_earlier_texts(target):
+    learner = learner_of(target)
+    learner.heads.config.draft_copies = 8
+    with learner:
+        accepted = []
+        for _ in range(2):
+            out = write(target, learner, return_dict_in_generate=True, num_assistant_tokens=8)
+            accepted.append(out.speculation.accepted_tokens)
+        assert len(learner.heads.text_memory) == PROMPT.shape[1] + 30
+        assert accepted[1] > accepted[0] + 5
+    assert learner.heads.text_memory is None
+    learner.heads.text_memory = own = TextMemory(10)
+    with learner:
+        assert learner.heads.text_memory is own
+    assert learner.heads.text_memory is own
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -13,13 +13,13 @@ Shapes: B batch, k copied tokens at most.
 import math
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, cycle, islice
 
 import torch
 
 RUNS = {2: 0.45, 3: 0.6, 5: 0.8}  # tokens in the same order in the row's own text -> chance of the one copied next
-RUN_ELSEWHERE, HOPE_ELSEWHERE = 3, 0.6  # likewise in another text, where what followed two says too little
+RUNS_ELSEWHERE = {2: 0.24, 4: 0.44}  # likewise in another text
 STEADY = 4.0  # tokens that these chances count for, beside those that were right or wrong
 KEEP = 0.95  # of what was right, from step to step
 SURE = 0.98  # at most, of the next copied token
@@ -82,22 +82,32 @@ class TextMemory:
             for known in [known for known in self._texts if text[: len(known)] == known]:  # a turn before this one
                 self._forget(known)
             self._texts.append(text)
-            for end in range(RUN_ELSEWHERE, len(text)):  # what ends the text is followed by nothing
-                self._ends[tuple(text[end - RUN_ELSEWHERE : end])] = text, end
+            for run, end in _runs_of(text):
+                self._ends[run] = text, end
             while len(self) > self.most_tokens:
                 self._forget(self._texts[0])
 
     def _forget(self, text: list[int]) -> None:
         self._texts = deque(known for known in self._texts if known is not text)
-        for end in range(RUN_ELSEWHERE, len(text)):
-            run = tuple(text[end - RUN_ELSEWHERE : end])
+        for run, _ in _runs_of(text):
             if self._ends.get(run, (None, 0))[0] is text:
                 del self._ends[run]
 
-    def after(self, run: Run, most: int) -> list[int]:
-        """What followed `run` where it stood last, `most` tokens of it."""
-        text, end = self._ends.get(run, ((), 0))
-        return list(text[end : end + most])
+    def after(self, text: Sequence[int], most: int) -> tuple[list[int], float]:
+        """What followed the last tokens of `text` where they stood last, `most` tokens of it, and the chance of each."""
+        for length, chance in sorted(RUNS_ELSEWHERE.items(), reverse=True):
+            known = self._ends.get(tuple(text[-length:]))
+            if known is not None:
+                other, end = known
+                return other[end : end + most], chance
+        return [], 0.0
+
+
+def _runs_of(text: Sequence[int]) -> Iterator[tuple[Run, int]]:
+    """Each run that a memory finds again, and where it ends. What ends the text is followed by nothing."""
+    for length in RUNS_ELSEWHERE:
+        for end in range(length, len(text)):
+            yield tuple(text[end - length : end]), end
 
 
 class Copies:
@@ -143,9 +153,8 @@ class Copies:
                 self.guesses[row] = list(islice(cycle(text[known : known + self.most]), self.most))  # on into the copy
                 self.hopes[row] = self.chances[run - min(RUNS) :][: self.most]
                 return
-        elsewhere = tuple(text[-RUN_ELSEWHERE:])
-        self.guesses[row] = [] if self.memory is None else self.memory.after(elsewhere, self.most)
-        self.hopes[row] = [HOPE_ELSEWHERE] * len(self.guesses[row])
+        guess, hope = ([], 0.0) if self.memory is None else self.memory.after(text, self.most)
+        self.guesses[row], self.hopes[row] = guess, [hope] * len(guess)
 
     def remember(self) -> None:
         """The texts are over: they go into the memory."""
