@@ -43,7 +43,7 @@ def followed(text, most):
 def test_it_finds_what_followed_the_longest_run(parts, most):
     copies, text = Copies([parts[0]], most), list(parts[0])
     for part in parts[1:]:
-        copies.take_in([part])
+        copies.extend([part])
         text += part
     guess, run = followed(text, most)
     assert copies.guesses[0] == guess
@@ -55,9 +55,9 @@ def test_the_chance_is_that_of_the_run_and_of_what_was_right():
     (tokens, joint), two, three, five = copies.paths([0]), *RUNS.values()
     assert tokens.tolist() == [[4, 5, 6]], "behind three tokens, four and five"
     assert joint[0].exp().tolist() == pytest.approx([three, three**2, three**2 * five])
-    copies.take_in([[4, 9]])  # one right, one wrong
+    copies.extend([[4, 9]])  # one right, one wrong
     assert copies.chance(two) == pytest.approx(two * (1 + STEADY) / (2 * three + STEADY))
-    copies.take_in([[]])
+    copies.extend([[]])
     assert copies.guesses[0] == []
 
 

@@ -293,10 +293,10 @@ def test_heads_in_graphs_that_give_no_numbers(model, heads, captures):  # noqa: 
 
 def test_looking_for_nan_costs_no_transfer(model, heads):
     """What the walk needs of a tree comes to the host at once; nothing else is asked of it in a step of fixed size."""
-    from hf_clover.decoding.draft.session import HeadsRun
+    from hf_clover.decoding.draft.session import DraftSession
 
     inputs, asked = ragged_batch(VOCABULARY, (7,)), []
-    draft = HeadsRun.draft
+    draft = DraftSession.draft
 
     class Watched(torch.Tensor):
         @classmethod
@@ -326,7 +326,7 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
         return tree
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HeadsRun, "draft", watched)
+        patch.setattr(DraftSession, "draft", watched)
         out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, num_assistant_tokens=4)
     assert out.shape[1] == 7 + NEW
 

@@ -50,7 +50,7 @@ def copied(texts: Sequence[Answered], run: int, most: int) -> dict[str, Any]:
                 guess, rest = copies.guesses[0], answer[place:]
                 same = copies_module.agreeing(guess, rest)
                 guesses, first_right, right = guesses + bool(guess), first_right + (same > 0), right + same
-                copies.take_in([rest[: same + 1]])
+                copies.extend([rest[: same + 1]])
                 place += same + 1
                 steps += 1
             tokens += len(answer)

@@ -29,7 +29,7 @@ from hf_clover.decoding import graphs, loop, tree
 from hf_clover.decoding import route as route_module
 from hf_clover.decoding.budget import AutomaticBudget
 from hf_clover.decoding.draft.drafter import CloverDrafter
-from hf_clover.decoding.draft.session import HeadsRun
+from hf_clover.decoding.draft.session import DraftSession
 from hf_clover.decoding.target.trees import TargetRun
 
 COUNTED = range(12, 24)  # steps
@@ -39,7 +39,7 @@ PARTS = {  # what of a step is where; what a part calls that is one itself count
     "masks": [(TargetRun, "_masks")],
     "walk": [(loop, "greedy_walk"), (loop, "read_walk"), (loop, "replay")],
     "commit": [(TargetRun, "commit")],
-    "take-in": [(HeadsRun, "take_in")],
+    "take-in": [(DraftSession, "extend")],
     "budget": [(AutomaticBudget, "ask")],  # what it reads are copies, which are on the host already
     "draft": [(CloverDrafter, "draft")],
 }

@@ -138,7 +138,7 @@ class Machine:
         copies = Copies([answer.ids[: answer.start + 1] for answer in answers], COPIES)
         fresh, running = [[] for _ in answers], list(range(len(answers)))
         while running:
-            copies.take_in(fresh)
+            copies.extend(fresh)
             paths = copies.paths(running)
             paths = paths if paths[0].shape[1] else None
             texts = [answers[row].ids[answers[row].start + given[row] :] for row in running]  # from the last token on

@@ -60,7 +60,7 @@ class CloverCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides: dict[str, Any] = {}  # asked of the target: nothing, since hooks find the states
         self._drafter = heads.new_drafter(drafting_copy(heads, unwrap(target)))
         self._captured: list[torch.Tensor] = []
-        self._taken_in: int | None = None  # positions of the text
+        self._settled: int | None = None  # positions of the text
         hooks = ExitStack()
         hooks.enter_context(capture_states(unwrap(target), self._captured, heads.feature_layers))
         self.close = weakref.finalize(self, hooks.close)  # takes the hooks off, at the latest with this object
@@ -85,13 +85,13 @@ class CloverCandidateGenerator(CandidateGenerator):
         if self._captured:
             hidden = self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)  # [B, n, f]
             self._captured.clear()
-            if self._taken_in is None:  # the prompt
-                self._taken_in = settled - hidden.shape[1]
-            new = settled - self._taken_in  # of the n positions: behind them stood tokens that were not accepted
-            positions = torch.arange(self._taken_in, settled, device=input_ids.device).expand(len(input_ids), -1)
+            if self._settled is None:  # the prompt
+                self._settled = settled - hidden.shape[1]
+            new = settled - self._settled  # of the n positions: behind them stood tokens that were not accepted
+            positions = torch.arange(self._settled, settled, device=input_ids.device).expand(len(input_ids), -1)
             self._drafter.extend(hidden[:, :new], input_ids[:, -new:], positions, [new] * len(input_ids))
-            self._taken_in = settled
-        if self._taken_in != settled:
+            self._settled = settled
+        if self._settled != settled:
             return input_ids, None
         chain = self._drafter.draft(self.num_assistant_tokens, "chain").tokens[:, 1:]  # [B, k]
         return torch.cat((input_ids, chain.to(input_ids)), dim=1), None

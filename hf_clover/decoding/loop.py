@@ -17,7 +17,7 @@ from ..network.modeling_heads import DraftHeads
 from ..targets.private_api import cache_name
 from .budget import make_budget
 from .call import Text
-from .draft.session import HeadsRun, layers_read
+from .draft.session import DraftSession, layers_read
 from .processes import any_goes_on, shared_budget
 from .record import Speculation, with_record
 from .route import AS_TREES, REPLAYED, TREE, Route
@@ -58,8 +58,8 @@ def speculate(
         with stats.clock("walk"):
             walk(root_only(torch.zeros_like(logits[:, 0, 0], dtype=torch.long)), logits, text)
             stats.count_prompt(len(text.finished))
-        ours = HeadsRun(heads, budget, run, text)
-        ours.take_in_prompt()
+        ours = DraftSession(heads, budget, run, text)
+        ours.extend_by_prompt()
 
         while any_goes_on(text.done, synced_gpus, input_ids.device):
             if text.done:  # another process is not: keep it company
@@ -74,7 +74,7 @@ def speculate(
                 found = run.walked  # in a graph
                 paths = walk(tree, logits, text) if found is None else read_walk(found, tree, logits, text)
                 run.commit(paths)
-            ours.take_in(paths, tree, logits)
+            ours.extend(paths, tree, logits)
             walked = [paths[row] for row in rows]
             stats.count(tree.size, walked, text.emitted - emitted)
             if run.is_warm and ours.drafter.is_warm:

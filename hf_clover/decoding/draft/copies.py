@@ -94,7 +94,7 @@ class TextMemory:
                 del self._ends[run]
 
     def after(self, text: Sequence[int], most: int) -> tuple[list[int], float]:
-        """What followed the last tokens of `text` where they stood last, `most` tokens of it, and the chance of each."""
+        """Up to `most` tokens that followed the last tokens of `text` in another text, and the chance of each."""
         for length, chance in sorted(RUNS_ELSEWHERE.items(), reverse=True):
             known = self._ends.get(tuple(text[-length:]))
             if known is not None:
@@ -128,7 +128,7 @@ class Copies:
         """Of a copied token, where those before it were right: as copies did in this call beside what was hoped."""
         return min(hope * (self.right + STEADY) / (self.promised + STEADY), SURE)
 
-    def take_in(self, new: Sequence[Sequence[int]]) -> None:
+    def extend(self, new: Sequence[Sequence[int]]) -> None:
         """The tokens that each row was given since."""
         self.right, self.promised = KEEP * self.right, KEEP * self.promised
         for row, tokens in enumerate(new):

@@ -111,7 +111,7 @@ class GraphDrafter(CloverDrafter):
         noise [B, D, V], if there is a temperature."""
         hidden, next_tokens, positions, counts, state, roots, *more = inputs
         foresight = None if temperature is None else Foresight(more.pop(), temperature)
-        state = self._taken_in(hidden, next_tokens, positions, counts, state)
+        state = self._state_after(hidden, next_tokens, positions, counts, state)
         tree = self._grown(state, roots, counts, more, nodes, shape, foresight)
         return state, tree.packed(), tree.log_probs
 
@@ -137,7 +137,7 @@ class GraphDrafter(CloverDrafter):
             to_recall = tokens[:, 0, :, 0], values, visible[:, None, None]
         return grow(self.heads, state, to_recall, roots, *how)
 
-    def _taken_in(
+    def _state_after(
         self,
         hidden: torch.Tensor,
         next_tokens: torch.Tensor,
@@ -164,10 +164,10 @@ class GraphDrafter(CloverDrafter):
     @torch.no_grad()
     def _catch_up(self) -> None:
         if self.state is None:
-            self._take_in_prompt()
+            self._encode_prompt()
         self._waiting = [self._last_settled()]
 
-    def _take_in_prompt(self) -> None:
+    def _encode_prompt(self) -> None:
         prompt, *self._waiting = self._waiting
         self.features = prompt.hidden.shape[2]
         self.cache.slots.lengths = [0] * len(prompt.counts)
@@ -198,7 +198,7 @@ class GraphDrafter(CloverDrafter):
             self.cache.slots.seen_rows = batch  # this once, no graph is to be shared
             with self._staged(part):
                 values = (part.hidden, part.next_tokens, part.positions, counts, given(self.state))
-                self.state = self._taken_in(*values)
+                self.state = self._state_after(*values)
         if new is None:
             hidden = torch.zeros(batch, width, self.features, dtype=self.heads.dtype, device=device)
             empty = torch.zeros(batch, width, dtype=torch.long, device=device)

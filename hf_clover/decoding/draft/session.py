@@ -1,9 +1,9 @@
-"""The heads' side of one call: what they take in of the text, and what they draft.
+"""The heads' side of one call: what they read of the text, and what they draft.
 
-Contract: `HeadsRun` stands beside the target's `Run` of the same call and knows it, the text and the budget. It gives
-the heads every position that the target has settled, asks the budget for a size and the heads for a tree, to which it
-adds what is copied from the text, lets rows that have ended leave both sides, and hands the cache back when the text
-is over, with what the heads know of it.
+Contract: a `DraftSession` lasts one call and knows the target's `Run`, the text and the budget. It passes every
+position that the target has settled to the heads. For a draft it asks the budget for a size and the heads for a tree,
+and adds what is copied from the text. It drops rows that have ended, from the target and from the heads. When the text
+is over, it returns the cache.
 
 Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
@@ -50,7 +50,7 @@ def layers_read(heads: DraftHeads) -> tuple[int, ...]:
     return (*layers, BEFORE_NORM) if layers and heads.learner is not None else layers
 
 
-class HeadsRun:
+class DraftSession:
     def __init__(self, heads: DraftHeads, budget: Budget, run: Run, text: Text) -> None:
         self.heads, self.run, self.text, self.budget = heads, run, text, budget
         self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
@@ -83,7 +83,7 @@ class HeadsRun:
 
     # ------------------------------------------------------------------ what the heads take in
 
-    def take_in_prompt(self) -> None:
+    def extend_by_prompt(self) -> None:
         """Every prompt position that the target has just computed, each with the token after it."""
         if not self.is_needed and self.listener is None:
             return
@@ -94,9 +94,9 @@ class HeadsRun:
         tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
         positions = self.run.model_kwargs["position_ids"]
         positions = positions.reshape(-1, *positions.shape[-2:])[0][:, -known:].expand(len(rows), -1)  # [B, T]
-        self._extend(hidden[:, -known:], tokens, positions, [known] * len(rows))
+        self._pass_on(hidden[:, -known:], tokens, positions, [known] * len(rows))
 
-    def _extend(
+    def _pass_on(
         self, hidden: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
         if self.listener is not None:
@@ -105,7 +105,7 @@ class HeadsRun:
         with in_own_precision(self.drafter.heads):
             self.drafter.extend(hidden, tokens, positions, counts)
 
-    def take_in(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
+    def extend(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
         """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
         text, run = self.text, self.run
         found_no_drafts, text.found_no_drafts = text.found_no_drafts, False  # which the walk sees at no cost
@@ -127,7 +127,7 @@ class HeadsRun:
             rows = zip(text.running_rows(), counts, strict=True)
             tokens = pad_sequence([row[len(row) - count :] for row, count in rows], batch_first=True)  # [B, m]
         positions = run.root_position + torch.arange(longest, device=run.root_position.device)  # [B, m]
-        self._extend(run.hidden[:, :longest], tokens, positions, counts)
+        self._pass_on(run.hidden[:, :longest], tokens, positions, counts)
 
     def _watch(self, paths: Sequence[Sequence[int]]) -> None:
         """Heads that read the wrong layers draft rubbish without a word: say so once."""
@@ -196,7 +196,7 @@ class HeadsRun:
         """What is copied for the running rows, tokens [B, k] and joint log-probabilities [B, k]; None for nothing."""
         if self.copies is None or self.drafter.is_broken or self.run.must_settle:
             return None
-        self.copies.take_in(self.text.take_fresh())
+        self.copies.extend(self.text.take_fresh())
         paths = self.copies.paths(self.text.running)
         return paths if paths[0].shape[1] else None
 
@@ -214,7 +214,7 @@ class HeadsRun:
     def hand_back(self, sequences: torch.Tensor, synced_gpus: bool) -> Any:
         """The cache, which the caller or plain generate can go on with, where anybody gets it. The text is over."""
         if self.copies is not None:
-            self.copies.take_in(self.text.take_fresh())
+            self.copies.extend(self.text.take_fresh())
             self.copies.remember()
         if not self.run.keeps_cache:
             return None
