@@ -130,6 +130,21 @@ class CloverHeads(DraftHeads):
             rows = F.normalize(rows, dim=-1)
         return rows if self.config.embedding_scale == 1.0 else rows * self.config.embedding_scale
 
+    def read(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the heads make of the target's states before anything else.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `[..., d]`):
+                The target's, before its final norm.
+
+        Returns:
+            `torch.Tensor` of shape `[..., d]`
+        """
+        x = hidden_states.to(self.dtype)
+        if self.config.normalize_hidden_states:
+            x = self._target_norm(x) * self.config.hidden_state_scale
+        return x
+
     def encode(
         self,
         hidden_states: torch.Tensor,
@@ -166,9 +181,7 @@ class CloverHeads(DraftHeads):
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
         """The states, and of the text they look at the tokens [B, C], the last layer's values and its mask."""
-        x, to_recall = hidden_states.to(self.dtype), None
-        if self.config.normalize_hidden_states:
-            x = self._target_norm(x) * self.config.hidden_state_scale
+        x, to_recall = self.read(hidden_states), None
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:

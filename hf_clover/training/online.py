@@ -38,6 +38,7 @@ from ..network.packing import is_packed, multiplies_bfloat16_fast, plain_weight
 from ..network.target_parts import unwrap
 from ..origins.published import load_heads
 from ..targets.loading import hiding_bars
+from .first_fit import FirstFit
 from .lessons import CallListener, Document, Lessons
 from .losses import prediction_mask, weighted_loss
 from .optimizers import HAS_MUON, MUON_DECAY, MUON_RATE, WITH_MUON, MuonAndAdamW
@@ -51,9 +52,9 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 SHARE = 0.1  # of the time, for learning
-TOKENS = 600  # of a step
-LEAST = 100  # new tokens of a step where nobody waits for it
-MOST_NEW = 4 * TOKENS  # that wait to be learned from
+TOKENS = 300  # of a step
+LEAST = 75  # new tokens of a step where nobody waits for it
+MOST_NEW = 8 * TOKENS  # that wait to be learned from
 ADAM_RATE, LONGEST_GRADIENT = 1e-3, 0.5
 RATE_OF_TRAINED = 0.15  # of the rates for new heads: at those, trained ones first forget what they know
 DRAFT_VOCABULARY = 8192  # ids that new heads score, where the target has at least twice as many
@@ -136,6 +137,7 @@ class OnlineLearner:
         self._counts = torch.zeros(config.vocab_size, dtype=torch.long)  # how often each id was emitted
         is_trained = bool(self.heads.name_or_path)
         self.pace = Pace(rate_then=RATE_OF_TRAINED if is_trained else 1.0)
+        self.first_fit = None if is_trained else FirstFit.of(self.heads)
         self._make_student()
         if has_heads:
             self._go_on(is_given=heads is not None)
@@ -301,6 +303,9 @@ class OnlineLearner:
             self._stepping.release()
 
     def _learn(self, new: list[Document], old: list[Document]) -> None:
+        if self.first_fit is not None and not self._fit(self.first_fit, new):
+            self.tokens += sum(document.new for document in new)
+            return
         self.optimizer.zero_grad(set_to_none=True)  # of a step that Ctrl-C broke off
         with torch.inference_mode(False), torch.enable_grad():
             loss = self._loss([*new, *old])
@@ -325,6 +330,23 @@ class OnlineLearner:
                 logger.warning(
                     f"The heads that learn were not saved: {error} They will be, where there is room again."
                 )
+
+    @torch.no_grad()
+    def _fit(self, first_fit: FirstFit, documents: list[Document]) -> bool:
+        """The first layer of new heads by least squares. Whether steps may begin, which leave that layer as it is
+        until fits are over."""
+        first_fit.add(documents)
+        is_new = first_fit.fit()
+        fitted = dict(self.heads.named_parameters())
+        for name, weight in self.student.named_parameters():
+            if name.startswith("entry_decoder."):
+                weight.requires_grad_(first_fit.is_over)
+                if is_new:
+                    weight.copy_(fitted[name])
+                    self.average[name].copy_(fitted[name])
+        if first_fit.is_over:
+            self.first_fit = None
+        return first_fit.has_fitted
 
     def _look(self, documents: list[Document]) -> None:
         """What the text costs, without learning from it."""

@@ -8,7 +8,7 @@ rates of a step are multiplied. Where learning brings nothing any more it rests,
 from dataclasses import dataclass, field
 
 WARM_UP = 10  # steps until the full rate
-PERIOD = 40  # steps that are compared with the steps before them
+PERIOD = 80  # steps that are compared with the steps before them
 FLAT = 0.01  # share by which the cost has to fall from one period to the next, or the rate is halved
 LOWEST = 1 / 16  # a rate below which learning rests
 LOOK_EVERY = 10  # steps, while it rests: to see whether the text has changed its kind

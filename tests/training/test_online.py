@@ -13,7 +13,8 @@ from transformers import DynamicCache
 from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, TextMemory, load_heads, pack_for_cpu
 from hf_clover.hub.push import LEARNER, files_to_push
 from hf_clover.targets.private_api import cache_name
-from hf_clover.training import online
+from hf_clover.training import first_fit, online
+from hf_clover.training.first_fit import FirstFit
 from hf_clover.training.lessons import LONGEST, Document, Lessons
 from hf_clover.training.pace import PERIOD, Pace
 from hf_clover.training.teacher import Teacher
@@ -26,6 +27,8 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online, "TOKENS", 40)
     monkeypatch.setattr(online, "LEAST", 10)
     monkeypatch.setattr(online, "WINDOW", 16)
+    monkeypatch.setattr(first_fit, "FIRST", 20)
+    monkeypatch.setattr(first_fit, "LAST", 40)
 
 
 @pytest.fixture
@@ -47,6 +50,55 @@ def write(target, learner, prompt=PROMPT, **options):
 
 def weights_of(model) -> torch.Tensor:
     return torch.cat([weight.detach().flatten().clone() for weight in model.parameters()])
+
+
+# ---------------------------------------------------------------------- the first weights
+
+
+def test_the_first_fit_finds_the_linear_map_that_there_is(target, monkeypatch):
+    """States of which each is a linear function of the last one and of the token between."""
+    heads = CloverHeads.from_target(target)
+    heads.read = lambda states: states.float()
+    size, generator = heads.config.hidden_size, torch.Generator().manual_seed(0)
+    turn, bias = (
+        torch.linalg.qr(torch.randn(size, size, generator=generator))[0],
+        torch.randn(size, generator=generator),
+    )
+    tokens = torch.randint(target.config.vocab_size, (2000,), generator=generator)
+    states = [torch.zeros(size)]
+    for token in tokens[:-1]:
+        states.append(0.5 * states[-1] @ turn.T + heads.embed(token) + bias)
+    fit = FirstFit.of(heads)
+    fit.add([Document(torch.stack(states), tokens)])
+    monkeypatch.setattr(first_fit, "DAMPING", 1e-3)
+    assert fit.fit()
+    weight, found_bias = heads.entry_decoder.fc.weight, heads.entry_decoder.fc.bias
+    torch.testing.assert_close(weight, torch.cat((0.5 * turn, torch.eye(size)), dim=1), atol=0.02, rtol=0)
+    torch.testing.assert_close(found_bias, bias, atol=0.1, rtol=0)
+    assert not fit.fit()  # without new tokens
+    assert fit.has_fitted
+    assert FirstFit.of(Eagle3Heads.from_target(target)) is None
+
+
+def test_new_heads_are_fitted_at_first_and_then_trained_whole(target):
+    learner = learner_of(target)
+    layers = [each.entry_decoder.fc.weight for each in (learner.heads, learner.student)]
+    before = layers[0].clone()
+    with learner:
+        assert learner.first_fit is not None
+        write(target, learner)  # 42 tokens: the fit is over after them
+        fitted = layers[0].clone()
+        assert not torch.equal(fitted, before)
+        assert torch.equal(*layers)
+        assert learner.first_fit is None
+        steps = learner.steps
+        write(target, learner)
+        assert learner.steps > steps
+        assert not torch.equal(layers[1], fitted)
+    trained = learner_of(target, learner.heads)
+    assert trained.first_fit is not None  # nobody says that they were trained
+    learner.heads.config._name_or_path = learner.heads.name_or_path = "org/heads"
+    assert learner_of(target, learner.heads).first_fit is None
 
 
 # ---------------------------------------------------------------------- what is heard
@@ -368,6 +420,7 @@ def test_it_says_how_drafting_went(target):
 
 def test_a_step_that_gives_nan_is_dropped(target, monkeypatch, caplog):
     learner = learner_of(target)
+    learner.first_fit = None
     monkeypatch.setattr(online, "weighted_loss", lambda sums, *_: sums.sum() * float("nan"))
     before = weights_of(learner.heads)
     with learner:
