@@ -40,7 +40,7 @@ HELP = {
     "questions": "to be measured on: a .jsonl file of `turns` with a `category`",
     "contexts": "tokens of text before the steps that are timed",
     "per_category": "questions of each category",
-    "rows": "of the table",
+    "rows": "of a batch",
     "share": "of the time, for learning",
     "steps": "of training",
     "window": "prompts whose figures are taken together",
