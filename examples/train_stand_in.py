@@ -50,7 +50,7 @@ TARGET_RATES = 0.02, 4e-3  # of Muon and of Adam
 # For the papers' variants: ten times their rate and a hundredth of their weight for the hidden states. After 120 steps
 # of 2,048 tokens for an early target, rates of 0.001, 0.003, 0.008 and 0.015 with weights of 10, 1, 0.3 and 0.1 gave
 # heads that imply chains of 1.20, 1.34, 1.43 and 1.46 tokens. What clover-x is trained with is measured elsewhere
-# (examples/experiments/ablation.py), and is everybody's default.
+# (examples/experiments/LOG.md), and is everybody's default.
 HEADS_RATE, HIDDEN_WEIGHT = 0.01, 0.1
 PROMPT, CONTINUED_AT_ONCE, EVALUATED = 64, 64, 128  # tokens; windows; continuations kept for evaluation
 HEADS = {"heads": "clover-x", "clover-2": "clover-2", "clover": "clover", "medusa": "medusa"}  # folder -> variant

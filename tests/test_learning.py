@@ -12,7 +12,7 @@ import torch
 from oracle import drafting_by
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny import make_target
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.decoding.tree import chain_of
@@ -223,6 +223,24 @@ def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path,
     assert heads.draft_ids.tolist() != list(range(40))  # the data's most frequent, and not the first
 
 
+def test_prompts_and_completions_of_ones_own(learning, folder, tmp_path):
+    rows = [{"prompt": f"def f{i}(x):\n", "completion": "    return x + 1\n" * 3} for i in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--data", str(tmp_path / "own.jsonl")])
+    course = learning.Course(args, args.targets[0], learning.Ledger(tmp_path / "unused.json"))
+    course.read_data()
+    text = "".join(map(course.tokenizer.decode, course.data.test["input_ids"]))
+    assert "def f39(x):\n    return x + 1\n" in text
+    assert sum(label != -100 for labels in course.data.test["labels"] for label in labels) > 0
+    assert learning.settings_of(args)["data"] == "own.jsonl"
+
+
+def test_data_without_a_column_to_learn_from(learning, folder, tmp_path):
+    (tmp_path / "odd.jsonl").write_text('{"story": "once"}\n')
+    with pytest.raises(ValueError, match=r"`--data` has the columns .*story.*it needs `input_ids`"):
+        run(learning, folder, tmp_path, "--data", str(tmp_path / "odd.jsonl"))
+
+
 def test_what_answers_are_worth_by_hand(drafters):
     target = make_target()
     target.generation_config.eos_token_id = None
@@ -344,17 +362,3 @@ def test_greedy_texts_and_their_forwards(drafters):
     assert alone == 1.0
     assert drafted == texts
     assert 1 < per_forward < 6
-
-
-def test_the_second_target(learning, folder, tmp_path, monkeypatch):
-    module = importlib.import_module("second_target")
-    text = "def add(a, b):\n    return a + b\n" * 40
-    monkeypatch.setattr(module, "collect", lambda rng: {"standard library": [text], "packages": [text.upper()]})
-    sizes = ["--layers", "2", "--width", "32", "--steps", "3", "--batch-size", "2", "--length", "16"]
-    module.main(["--out", str(tmp_path), "--tokenizer", str(folder / "tiny"), *sizes])
-    target = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert target.config.model_type == "gpt_neox"
-    report = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
-    assert report["tokens"] == 3 * 2 * 16
-    assert report["parameters"] == sum(parameter.numel() for parameter in target.parameters())
-    assert len(AutoTokenizer.from_pretrained(tmp_path)) == target.config.vocab_size

@@ -46,7 +46,7 @@ def test_new_figures_are_for_the_tests_that_read_them(sets):
     about_all, about_one = ("examples/experiments",), ("examples/smollm2", f"{sets.FIGURES}smollm2.json")
     changed = [f"{sets.FIGURES}smollm2.json", f"{sets.FIGURES}smollm2.md"]
     assert not sets._is_for(item(sets, "tests/test_experiments.py", *about_all), changed)
-    assert sets._is_for(item(sets, "tests/test_experiments.py", *about_all), ["examples/experiments/step.py"])
+    assert sets._is_for(item(sets, "tests/test_experiments.py", *about_all), ["examples/experiments/step_costs.py"])
     assert sets._is_for(item(sets, "tests/test_smollm2.py", *about_one), changed)
     assert not sets._is_for(item(sets, "tests/test_smollm2.py", *about_one), changed[1:])
 

@@ -34,17 +34,10 @@ class Data:
     train: Dataset
     test: Dataset
     folder: Path  # for what is computed from it
-    seconds: float | None  # that the target took to write it, where it did here
 
     @property
     def mean_length(self) -> float:
         return sum(map(len, self.train["input_ids"])) / len(self.train)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        counted = sum(label != -100 for labels in self.test["labels"] for label in labels)
-        tokens = sum(map(len, self.train["input_ids"]))
-        return {"train_tokens": tokens, "test_tokens": counted, "seconds_to_make": self.seconds}
 
 
 def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -54,7 +47,7 @@ def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
     )
     if args.data is not None:
         train, test = _given(args, tokenizer)
-        return Data(train, test, folder, None)
+        return Data(train, test, folder)
     if not (folder / "about.json").exists():
         started = time.perf_counter()
         width = args.length // 4
@@ -67,7 +60,7 @@ def load_data(args: argparse.Namespace, target: PreTrainedModel, tokenizer: PreT
         test.to_parquet(folder / "test.parquet")
         (folder / "about.json").write_text(json.dumps({"seconds": seconds}) + "\n")
     train, test = (Dataset.from_parquet(str(folder / f"{part}.parquet")) for part in ("train", "test"))
-    return Data(train, test, folder, json.loads((folder / "about.json").read_text())["seconds"])
+    return Data(train, test, folder)
 
 
 def library_sources() -> list[str]:

@@ -260,17 +260,12 @@ def full_rows(samples: Dataset, length: int) -> torch.Tensor:
     return torch.tensor([ids[:length] for ids in samples["input_ids"] if len(ids) >= length])
 
 
-def chain_by_depth(*heads_and_places: Any, **options: Any) -> list[float]:
-    """How often the first, the first two, ... drafts of a greedy chain are the text's next tokens. The sum is the mean
-    length of the chain that is right. The arguments are those of `right_drafts`."""
-    return right_drafts(*heads_and_places, **options).float().mean((0, 1)).tolist()
-
-
 @torch.no_grad()
-def right_drafts(
+def chain_by_depth(
     heads: DraftHeads, target: PreTrainedModel, rows: torch.Tensor, start: int, depth: int, every: int = 1
-) -> torch.Tensor:
-    """[N, P, depth]: whether the first, the first two, ... drafts of a greedy chain are the text's next tokens.
+) -> list[float]:
+    """How often the first, the first two, ... drafts of a greedy chain are the text's next tokens. The sum is the mean
+    length of the chain that is right.
 
     rows [N, L] are texts of the target, of which the first `start` tokens are a prompt; after it, `every`th place
     counts at which the text goes on for `depth` tokens more.
@@ -281,7 +276,7 @@ def right_drafts(
         drafts = tree.tokens[:, 1:]  # [N, <= depth]
         hits = (drafts == rows[:, place + 1 : place + 1 + drafts.shape[1]]) & tree.valid[:, 1:]
         found.append(F.pad(hits.int().cumprod(1).bool(), (0, depth - drafts.shape[1])))  # [N, depth]
-    return torch.stack(found, dim=1)
+    return torch.stack(found, dim=1).float().mean((0, 1)).tolist()
 
 
 @torch.no_grad()

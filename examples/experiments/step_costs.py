@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from common import GENERATION, finish, line, load_heads, load_target, panel, parse
+from common import STAND_IN, finish, line, load_heads, load_target, panel, parse
 from step_parts import long_prompt, parts_of
 from tqdm.auto import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -29,7 +29,7 @@ from hf_clover.decoding.tree import root_only
 from hf_clover.targets.private_api import cache_name
 
 DEFAULTS = {
-    "heads": GENERATION["heads"],
+    "heads": str(STAND_IN / "heads"),
     "nodes": (1, 2, 4, 8, 16),
     "contexts": (256,),
     "max_new_tokens": 64,
