@@ -20,9 +20,10 @@ from common import PLAIN, finish, line, load_target, panel, parse
 from drafters import ask, read_questions
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_clover import OnlineLearner, pack_for_cpu, speculations
+from hf_clover import OnlineLearner, TextMemory, pack_for_cpu, speculations
 from hf_clover.measure.benchmark import write
 from hf_clover.measure.prompts import load_prompts
+from hf_clover.training.online import REMEMBERED
 
 DEFAULTS = dict(
     prompts="stand-in",
@@ -108,11 +109,18 @@ def texts_of(path: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int
             yield tokenizer.apply_chat_template(json.loads(each)["messages"], return_dict=False)
 
 
+def memory_of(texts: Sequence[list[int]]) -> TextMemory:
+    memory = TextMemory(REMEMBERED)
+    for text in texts:
+        memory.add(text)
+    return memory
+
+
 def read(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[tuple[str, list[int]]], args: Any
 ) -> list[dict[str, Any]]:
     """A row for each number of tokens: what drafts are worth then, with copies from the text and without."""
-    learner, rows = OnlineLearner(None, target, share=1.0), []
+    learner, rows, done = OnlineLearner(None, target, share=1.0), [], []
     texts, copies = texts_of(args.read, tokenizer), learner.heads.config.draft_copies
     started = time.perf_counter()
     measuring = 0.0
@@ -123,18 +131,21 @@ def read(
                 target.generate(
                     ids, attention_mask=torch.ones_like(ids), assistant_model=learner.heads, max_new_tokens=1
                 )
+                done.append(text)
                 while learner.step():
                     pass
             began = time.perf_counter()
             learner.exchange_ids()
             row: dict[str, Any] = {"learned_from": learner.tokens, "steps": learner.steps}
             learner.heads.learner = None  # what is asked is not learned from
+            own = learner.heads.text_memory
             for name, most in (("heads", 0), ("with_copies", copies)):
                 learner.heads.config.draft_copies = most
+                learner.heads.text_memory = memory_of(done) if most else None  # of no answer to these questions
                 options = dict(assistant_model=learner.heads, num_assistant_tokens=args.nodes[0])
                 asked = ask(target, questions, args.max_new_tokens, **options)
                 row[name] = asked.tokens_per_forward
-            learner.heads.learner = learner
+            learner.heads.learner, learner.heads.text_memory = learner, own
             measuring += time.perf_counter() - began
             row["seconds"] = time.perf_counter() - started - measuring
             rows.append(row)

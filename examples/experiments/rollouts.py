@@ -1,9 +1,10 @@
 """What is speculation worth in online training, where the policy moves at every step?
 
 GRPO on prompts, with a reward for answers in the form of a list, by trl's own trainer on transformers' `generate`.
-Three runs of one seed: plain rollouts, drafted by heads that learn from them, and drafted by heads that were trained
-for the policy as it began. All three must end with the same weights, bit for bit. Tokens per forward, seconds of each
-rollout (learning included) and seconds of each step, over training steps.
+Four runs of one seed: plain rollouts, and rollouts drafted by new heads that learn from them, by heads that were
+trained for the policy as it began, and by the same heads where they go on learning. All must end with the same
+weights, bit for bit. Tokens per forward, seconds of each rollout (learning included) and seconds of each step, over
+training steps.
 
     python examples/experiments/rollouts.py --target TARGET --heads HEADS --prompts PROMPTS.jsonl
 """
@@ -30,13 +31,14 @@ DEFAULTS = dict(
     num_prompts=160,
     max_new_tokens=64,
     batch_size=8,
+    temperature=1.0,
     learning_rate=1e-5,
     share=0.1,
     steps=40,
 )
 TOY = dict(num_prompts=4, max_new_tokens=8, batch_size=2, steps=2)
 LISTED = 5  # lines of a list that earn the whole reward
-RUNS = ("plain", "heads that learn", "heads that stay")
+RUNS = ("plain", "new heads that learn", "trained heads that stay", "trained heads that learn")
 
 
 def list_reward(completions: Sequence[str], **_: Any) -> list[float]:
@@ -77,10 +79,9 @@ def run(name: str, args: Any, prompts: Sequence[str]) -> list[dict[str, Any]]:
     clock = StepSeconds()
     trainer.add_callback(clock)
     heads: Any = None
-    if name == "heads that learn":
-        heads = OnlineLearner(None, policy, share=args.share)
-    elif name == "heads that stay":
-        heads = load_heads(args.heads, policy)
+    if name != "plain":
+        heads = None if name.startswith("new") else load_heads(args.heads, policy)
+        heads = OnlineLearner(heads, policy, share=args.share) if name.endswith("learn") else heads
     with nullcontext() if heads is None else SpeculativeRollouts(trainer, heads) as rollouts:
         trainer.train()
     digest = hashlib.sha256()
@@ -113,6 +114,7 @@ def trainer_for(
         num_generations=max(args.batch_size // 2, 2),
         max_completion_length=args.max_new_tokens,
         learning_rate=args.learning_rate,
+        temperature=args.temperature,
         gradient_checkpointing=False,
         logging_steps=1,
         save_strategy="no",
