@@ -3,16 +3,16 @@
     python tests/soak.py --minutes 60                  # counts in soak.json; the same again goes on from there
     python tests/soak.py --count 500 --state none      # so many cases, kept nowhere
     python tests/soak.py --case 1234                   # this one alone, with everything that was drawn for it
-    python tests/soak.py --minutes 60 --graphs         # steps as CUDA graphs, by the stand-in of tests/capturing.py
+    python tests/soak.py --minutes 60 --graphs         # steps as CUDA graphs, by the stand-in of helpers/capturing.py
 
-Contract: `draw(seed)` is one case, the same for the same seed: a target of tests/zoo.py in some dtype and attention,
+Contract: `draw(seed)` is one case, the same for the same seed: a target of helpers/zoo.py in some dtype and attention,
 heads and their trees, a batch of prompts, processors, ways to stop, a cache, what the caller has set elsewhere (token
 types, inputs that a class makes by itself, torch's default dtype, autocast), and one or more turns of a conversation.
 `run(case)` plays it plainly and with heads and says what was wrong. In float64, tokens, random numbers and a
 streamer's events must be plain generate's to the last one: rounding is too small to decide anything there. Targets
 with kernels of single precision are held to the same in float32 where they sample. Where they do not, and in other
 dtypes, which are greedy, `hf_clover.measure.losslessness.explain` says of tokens that differ whether it was
-rounding. Drafts are in part planted (tests/oracle.py), so that every depth of acceptance occurs. Cases are numbered
+rounding. Drafts are in part planted (helpers/oracle.py), so that every depth of acceptance occurs. Cases are numbered
 from `--seed` on; the state file holds the next number, counts per kind, and every case that failed, with how to repeat
 it.
 """
@@ -35,9 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from capturing import Captures
-from noticed import Events, are_near, kept_of
-from oracle import planted
+from helpers.capturing import Captures
+from helpers.noticed import Events, are_near, kept_of
+from helpers.oracle import planted
+from helpers.zoo import ZOO, build, ragged_batch
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -47,7 +48,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, OnlineLearner, speculations
 from hf_clover.decoding import graphs, tree

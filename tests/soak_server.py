@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, save_folders
+from helpers.tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, save_folders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 KEY, NAME = "sesame", "tiny"
@@ -253,7 +253,7 @@ def _judge_error(answer: Any, content: bytes, said: str) -> str | None:
 
 def serve(folder: Path) -> None:
     """In a process of its own, until standard input is closed. Prints its port."""
-    from loopback import running
+    from helpers.loopback import running
 
     from hf_clover import CloverHeads
     from hf_clover.apps import preparing, serving

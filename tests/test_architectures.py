@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import ZOO, build, ragged_batch
 from transformers import DynamicCache, StoppingCriteriaList
-from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.route import CloverWarning, _why_no_tree

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.zoo import build, ragged_batch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.target.attention import PACKED, attention_for_trees, packed_attention, shared_heads

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import DynamicCache
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
 from hf_clover.decoding.draft import cpu_copy

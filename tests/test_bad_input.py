@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -15,7 +16,6 @@ from transformers import (
     T5Config,
 )
 from transformers.generation.streamers import BaseStreamer
-from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.decoding.route import CloverWarning

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from fitting import fit
+from helpers.fitting import fit
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_clover import CloverHeads, speculations

@@ -16,10 +16,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fitting import fit
+from helpers.fitting import fit
+from helpers.zoo import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import build
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget import (

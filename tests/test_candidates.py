@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fitting import fit
+from helpers.fitting import fit
+from helpers.zoo import build, ragged_batch
 from transformers import GenerationConfig
 from transformers.generation import CandidateGenerator
-from zoo import build, ragged_batch
 
 from hf_clover import CloverCandidateGenerator, CloverHeads, Eagle3Heads
 from hf_clover.targets.private_api import cache_name

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from fitting import fit
-from oracle import planted
+from helpers.fitting import fit
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
-from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.decoding.draft.drafter import CloverDrafter

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.tiny_text import ASCII, CHAT_TEMPLATE, END, PROMPT, make_tokenizer, save_folders
 from rich.console import Console
-from tiny_text import ASCII, CHAT_TEMPLATE, END, PROMPT, make_tokenizer, save_folders
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
+from helpers.oracle import drafting_by
+from helpers.zoo import build, ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import drafting_by
-from zoo import build, ragged_batch
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding.budget import AutomaticBudget

@@ -3,13 +3,13 @@
 import ast
 from pathlib import Path
 
-import fitting
 import pytest
 import torch
-from fitting import fit
-from oracle import planted
+from helpers import fitting
+from helpers.fitting import fit
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import AutoModel
-from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads

@@ -11,8 +11,8 @@ from collections import defaultdict
 
 import pytest
 import torch
-from fitting import fit
-from zoo import build, ragged_batch
+from helpers.fitting import fit
+from helpers.zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import loop

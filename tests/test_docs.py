@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tiny_text import ASCII, CHAT_TEMPLATE, save_folders
+from helpers.tiny_text import ASCII, CHAT_TEMPLATE, save_folders
 from transformers import AutoModelForCausalLM
 
 from hf_clover import Eagle3Heads, cli

@@ -5,11 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from fitting import fit
-from oracle import drafting_by
+from helpers.fitting import fit
+from helpers.oracle import drafting_by
+from helpers.zoo import build, ragged_batch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, pack_for_cpu, unpack
 from hf_clover.decoding.draft import cpu_copy as module

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import zoo
-from capturing import captures  # noqa: F401  (a fixture)
-from fitting import fit
-from paths import fed, nodes_as_if_alone, one_by_one, path_of
+from helpers import zoo
+from helpers.capturing import captures  # noqa: F401  (a fixture)
+from helpers.fitting import fit
+from helpers.paths import fed, nodes_as_if_alone, one_by_one, path_of
 from torch.nn import functional as F
 from training.tiny import make_target, own_text
 

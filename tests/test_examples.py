@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_text import ASCII, CHAT_TEMPLATE, save_folders
+from helpers.tiny_text import ASCII, CHAT_TEMPLATE, save_folders
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_clover.measure.benchmark import measure, plain, with_heads

@@ -14,13 +14,13 @@ import warnings
 
 import pytest
 import torch
-from capturing import captures  # noqa: F401  (a fixture)
-from oracle import planted
+from helpers.capturing import captures  # noqa: F401  (a fixture)
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from test_bad_input import Breaks, state_of
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget import make_budget

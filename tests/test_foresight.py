@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
-from capturing import captures  # noqa: F401  (a fixture)
-from fitting import fit
-from oracle import PlantingDrafter, drafting_by
+from helpers.capturing import captures  # noqa: F401  (a fixture)
+from helpers.fitting import fit
+from helpers.oracle import PlantingDrafter, drafting_by
+from helpers.zoo import build, ragged_batch
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding import call as call_module

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.zoo import ZOO, build
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -23,7 +24,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.utils import logging as transformers_logging
-from zoo import ZOO, build
 
 from hf_clover import CloverHeads
 from hf_clover.network.configuration_clover import VARIANTS

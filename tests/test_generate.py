@@ -4,9 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fitting import fit
-from noticed import Events
-from oracle import planted
+from helpers.fitting import fit
+from helpers.noticed import Events
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -18,7 +19,6 @@ from transformers import (
     TextIteratorStreamer,
     TextStreamer,
 )
-from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads, Speculation

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import load_dataset
-from gguf_file import write_gguf
+from helpers.gguf_file import write_gguf
+from helpers.tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, make_target, make_tokenizer
 from peft import LoraConfig
-from tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, make_target, make_tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.utils import logging
 from typer.testing import CliRunner

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from capturing import captures  # noqa: F401  (a fixture)
-from fitting import fit
-from oracle import planted
+from helpers.capturing import captures  # noqa: F401  (a fixture)
+from helpers.fitting import fit
+from helpers.oracle import planted
+from helpers.trees import random_tree, running, walk_of
+from helpers.zoo import ZOO, build, ragged_batch
 from transformers import DynamicCache, StaticCache
-from trees import random_tree, running, walk_of
-from zoo import ZOO, build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, speculations
 from hf_clover.decoding import graphs

@@ -4,10 +4,11 @@ import copy
 import inspect
 
 import pytest
-import tiny_text
 import torch
-from noticed import Events
-from oracle import planted
+from helpers import tiny_text
+from helpers.noticed import Events
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import (
     CsmConfig,
     CsmForConditionalGeneration,
@@ -19,7 +20,6 @@ from transformers import (
 from transformers.models.csm.generation_csm import CsmGenerateOutput
 from transformers.models.moshi.modeling_moshi import MoshiConditionalGenerationGenerateOutput
 from transformers.utils import logging
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, speculations
 

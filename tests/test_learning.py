@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import drafting_by
+from helpers.oracle import drafting_by
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny import make_target
 from transformers import PreTrainedTokenizerFast

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
+from helpers.tiny_text import LETTERS, PROMPT, make_target, make_tokenizer, save_folders
 from rich.console import Console
-from tiny_text import LETTERS, PROMPT, make_target, make_tokenizer, save_folders
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from capturing import captures  # noqa: F401  (a fixture)
-from oracle import planted
+from helpers.capturing import captures  # noqa: F401  (a fixture)
+from helpers.oracle import planted
+from helpers.trees import random_tree, running, walk_of
+from helpers.zoo import build, ragged_batch
 from torch.nn import functional as F
-from trees import random_tree, running, walk_of
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.cache import static

@@ -4,13 +4,13 @@ import functools
 import threading
 
 import pytest
-import tiny_text
 import torch
 import torch.distributed as dist
-from fitting import fit
-from oracle import planted
+from helpers import tiny_text
+from helpers.fitting import fit
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import AutoModel, GenerationMixin, pipeline
-from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads

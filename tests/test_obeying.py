@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fitting import fit
+from helpers.fitting import fit
+from helpers.zoo import build, ragged_batch
 from transformers import LogitsProcessor, LogitsProcessorList
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, DraftLogitsProcessor, Eagle3Heads
 from hf_clover.decoding.draft import session

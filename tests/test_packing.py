@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.tiny_text import save_folders
+from helpers.zoo import build, ragged_batch
 from rich.console import Console
-from tiny_text import save_folders
 from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
 from hf_clover.decoding.draft import cpu_copy

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import tiny_text
 import torch
-from gguf_file import write_gguf
+from helpers import tiny_text
+from helpers.gguf_file import write_gguf
 from training.tiny import make_target, make_trainer
 
 from hf_clover import CloverHeads

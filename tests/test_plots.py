@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import matplotlib
 import pytest
+from helpers.tiny_text import make_tokenizer
 from PIL import Image
-from tiny_text import make_tokenizer
 
 from hf_clover.measure import plots
 from hf_clover.measure.plots import THEMES, _looks, draw, figure_of, plot, settings

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import DynamicCache, GenerationConfig, StaticCache
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.route import CloverWarning, choose_route

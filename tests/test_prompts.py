@@ -148,7 +148,7 @@ def test_per_category_needs_categories(tokenizer, tmp_path):
 
 
 def test_a_target_that_answers_is_asked_what_people_ask():
-    from tiny_text import CHAT_TEMPLATE, make_tokenizer
+    from helpers.tiny_text import CHAT_TEMPLATE, make_tokenizer
 
     from hf_clover.measure.prompts import QUESTIONS, default_prompts
 
@@ -162,7 +162,7 @@ def test_a_target_that_answers_is_asked_what_people_ask():
 
 
 def test_a_title_names_a_target_whose_folder_says_no_more():
-    from tiny_text import make_target
+    from helpers.tiny_text import make_target
 
     from hf_clover.measure.conditions import circumstances
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from capturing import captures  # noqa: F401  (a fixture)
-from paths import LENGTHS, fed, nodes_as_if_alone, one_by_one, path_of
+from helpers import zoo
+from helpers.capturing import captures  # noqa: F401  (a fixture)
+from helpers.paths import LENGTHS, fed, nodes_as_if_alone, one_by_one, path_of
 from training.tiny import make_target, make_tokenizer, own_text
 
 from hf_clover import CloverTrainingConfig

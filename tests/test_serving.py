@@ -17,11 +17,11 @@ import openai
 import pytest
 import torch
 import uvicorn
-from loopback import running
+from helpers.loopback import running
+from helpers.tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, save_folders
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 from pydantic import TypeAdapter
-from tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, save_folders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_clover import CloverHeads, cli

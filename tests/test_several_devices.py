@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from tiny_text import ASCII, END, PAD, PROMPT, make_tokenizer, save_folders
+from helpers.tiny_text import ASCII, END, PAD, PROMPT, make_tokenizer, save_folders
 from transformers import AutoModelForCausalLM
 
 from hf_clover import CloverHeads

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_text import ASCII, save_folders
+from helpers.tiny_text import ASCII, save_folders
 from transformers import AutoModelForCausalLM
 from two_ranks import OWN, SAMPLED, SHARED, TEXTS, UNEVEN, prompts, said
 

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from gguf_file import write_gguf
-from tiny_text import CHAT_TEMPLATE, END, make_target, make_tokenizer
+from helpers.gguf_file import write_gguf
+from helpers.tiny_text import CHAT_TEMPLATE, END, make_target, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from hf_clover import CloverHeads

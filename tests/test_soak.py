@@ -5,7 +5,7 @@ import json
 import pytest
 import soak
 import torch
-from capturing import captures  # noqa: F401  (a fixture)
+from helpers.capturing import captures  # noqa: F401  (a fixture)
 
 from hf_clover.decoding import route as route_module
 from hf_clover.decoding.cache.by_row import TreeCache

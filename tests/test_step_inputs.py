@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import CASES, build, ragged_batch, redraw
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -12,7 +13,6 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
-from zoo import CASES, build, ragged_batch, redraw
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.route import CloverWarning, choose_route

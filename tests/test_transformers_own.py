@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import DynamicCache, NeverThere
 from transformers.never_there import Nobody
-from zoo import build
+from helpers.zoo import build
 
 from ...generation.test_utils import GenerationTesterMixin
 

@@ -6,7 +6,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from zoo import ZOO
+from helpers.zoo import ZOO
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def item(sets, path, *about, is_long=True):
         (["hub_cards/heads.md"], True),
         (["hf_clover/hub_of_another.py", "hf_clover/decoding/walk.py", "hub_cards.md"], False),
         (["README.md", "tests/test_serving.py"], True),
-        (["tests/tiny_text.py"], True),
-        (["tests/zoo.py"], False),
+        (["tests/helpers/tiny_text.py"], True),
+        (["tests/helpers/zoo.py"], False),
         (["constraints.txt"], True),
         (["tests/conftest.py"], True),
     ],

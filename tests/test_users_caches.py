@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from transformers import DynamicCache
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads
 from hf_clover.targets.private_api import cache_name

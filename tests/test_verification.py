@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fitting import fit
+from helpers.fitting import fit
+from helpers.zoo import build, ragged_batch
 from test_commands import folder, models, run  # noqa: F401  (fixtures)
 from test_every_model import every_earlier_node
 from typer.testing import CliRunner
-from zoo import build, ragged_batch
 
 from hf_clover import CloverHeads, Eagle3Heads, cli
 from hf_clover.decoding import route as route_module

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from oracle import planted
+from helpers.oracle import planted
+from helpers.zoo import build, ragged_batch
 from test_import import run
 from transformers import GenerationMixin, LlamaForCausalLM
 from typer.testing import CliRunner
-from zoo import build, ragged_batch
 
 import hf_clover
 from hf_clover import CloverHeads, _versions, cli

@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 import transformers
-from fitting import fit
-from oracle import planted
+from helpers.fitting import fit
+from helpers.oracle import planted
+from helpers.zoo import LLAMA, SLIDING, Case, redraw
 from transformers import AutoModelForImageTextToText, DynamicCache
-from zoo import LLAMA, SLIDING, Case, redraw
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.route import CloverWarning

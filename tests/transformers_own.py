@@ -10,7 +10,7 @@ installed is tested, whose version may be another. What a test imports and this 
 
 Contract: a call of `generate` reaches plain generate, whose result the test sees. Where the target is decoder-only and
 the call asks for greedy decoding or sampling with no assistant, it is played again from the same random state, on
-copies of what it was given, with new heads and with the plain tokens planted in their drafts (tests/oracle.py). The
+copies of what it was given, with new heads and with the plain tokens planted in their drafts (helpers/oracle.py). The
 two are a pair if drafts were verified. Tokens, the kinds of outputs, scores and logits up to rounding, a streamer's
 events, the caches that come back and the random state afterwards must be plain generate's. Where greedy tokens differ,
 `hf_clover.measure.losslessness.explain` says whether it was rounding. Every test begins with a seed of its own, so
@@ -45,8 +45,8 @@ import numpy
 import pytest
 import torch
 import transformers.utils.import_utils
-from noticed import Events, are_near, kept_of
-from oracle import planted
+from helpers.noticed import Events, are_near, kept_of
+from helpers.oracle import planted
 from transformers import GenerationMixin, PreTrainedModel
 
 from hf_clover import CloverHeads, speculations

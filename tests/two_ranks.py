@@ -15,7 +15,7 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
-from tiny_text import END, PAD, make_tokenizer
+from helpers.tiny_text import END, PAD, make_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 

@@ -6,7 +6,7 @@
 
 Contract: `examine(model_type)` builds a tiny random model of the type from its configuration (small_configs.py), lets
 it continue three batches, greedily and by sampling, plainly and with drafts, and says in one `Row` by which way it was
-decoded. A drafter that knows the plain continuation plants it among wrong guesses (tests/oracle.py), so drafts are
+decoded. A drafter that knows the plain continuation plants it among wrong guesses (helpers/oracle.py), so drafts are
 accepted at every depth. The tokens must be plain generate's, from the same seed, and the logits they were chosen by
 equal up to rounding. Texts are longer than the models' windows and than the lengths at which they change their ways. A
 row depends on the version of transformers and on nothing else: weights are seeded, and such as let rounding decide
@@ -33,9 +33,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent.parent / "tests")]
 
-from oracle import planted  # noqa: E402
+from helpers.oracle import planted  # noqa: E402
+from helpers.zoo import ragged_batch  # noqa: E402
 from small_configs import NOT_HERE, tiny_config  # noqa: E402
-from zoo import ragged_batch  # noqa: E402
 
 from hf_clover import CloverHeads  # noqa: E402
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from fitting import fit
+from helpers.fitting import fit
+from helpers.zoo import build
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
-from zoo import build
 
 from hf_clover import CloverHeads
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from zoo import build
+from helpers.zoo import build
 
 from hf_clover import CloverHeads
 from hf_clover.hub.code import remove_code

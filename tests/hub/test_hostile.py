@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.zoo import build
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
-from zoo import build
 
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.network.checkpoint_checks import check_draft_ids

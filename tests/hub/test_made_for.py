@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
+from helpers.zoo import build
 from transformers.utils import logging as transformers_logging
-from zoo import build
 
 from hf_clover import CloverHeads
 

@@ -8,7 +8,7 @@ kernel that returns what it computes they are right, for n-grams and for heads.
 import pytest
 import torch
 from engines import count, texts, vllm
-from fitting import fit
+from helpers.fitting import fit
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.v1.sample import rejection_sampler
 

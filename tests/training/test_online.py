@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capturing import captures  # noqa: F401  (a fixture)
+from helpers.capturing import captures  # noqa: F401  (a fixture)
 from training.tiny import make_target
 from transformers import DynamicCache
 

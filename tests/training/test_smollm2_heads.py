@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_text import CHAT_TEMPLATE, make_target, make_tokenizer
+from helpers.tiny_text import CHAT_TEMPLATE, make_target, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_clover import CloverHeads

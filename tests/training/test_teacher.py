@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from zoo import ZOO, build
+from helpers.zoo import ZOO, build
 
 from hf_clover import CloverHeads
 from hf_clover.training.teacher import Teacher

@@ -7,7 +7,7 @@ The target is deterministic, and its greedy text is such that a moment's fit is 
 from pathlib import Path
 
 import torch
-from fitting import fit
+from helpers.fitting import fit
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
