@@ -171,8 +171,8 @@ class Text:
         return fresh
 
     def last_tokens(self) -> Tree:
-        """The last tokens of the running rows, as trees of one node each. A forward that runs only because other
-        processes run one takes them."""
+        """The last tokens of the running rows, as trees of one node each. They are the input of a forward that runs
+        only because other processes run one."""
         return root_only(torch.stack([row[-1] for row in self.running_rows()]))
 
     def end(self) -> None:

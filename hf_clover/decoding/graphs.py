@@ -3,11 +3,11 @@
 Contract: `Graphs` knows neither heads nor targets. `run(key, function, inputs)` returns what `function(*inputs)`
 returns. With a new key it calls the function, which prepares its kernels. The second time it captures the function,
 and from then on it replays the graph, with the inputs copied to the addresses that the graph reads. So every other
-tensor that the function reads must stay at its address, and every number that it takes from Python must be part of the
-key or of `written_down`. At most `MOST` graphs are kept; a new one replaces the least recently used. All share one
-pool of memory, as large as the largest of them needs; the memory that each takes is logged (level INFO). If there is
-no memory for a capture, the other graphs are deleted and it is tried again. After a failed capture everything runs
-eagerly, and one warning says so.
+tensor that the function reads must stay at its address. Every number that it takes from Python must be part of the key
+or of `written_down`. At most `MOST` graphs are kept; a new one replaces the least recently used. All share one pool of
+memory, as large as the largest of them needs; the memory that each takes is logged (level INFO). If there is no memory
+for a capture, the other graphs are deleted and it is tried again. After a failed capture everything runs eagerly, and
+one warning says so.
 """
 
 from collections.abc import Callable, Hashable, Sequence

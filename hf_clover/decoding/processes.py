@@ -1,7 +1,7 @@
 """What processes must agree on: when all texts are over and, for a tensor-parallel target, trees and random numbers.
 
-Contract: each process of a tensor-parallel target holds a part of every weight and takes part in every forward, so all
-of them must verify the same tree and pick the same tokens. The first process decides: it alone drafts and chooses
+Contract: each process of a tensor-parallel target holds a part of every weight and takes part in every forward. So all
+processes must verify the same tree and pick the same tokens. The first process decides: it alone drafts and chooses
 sizes (by its own clock). It sends its trees to the others before each forward, and its random state before the first.
 Drafting needs no other process, since the heads and what they borrow are whole everywhere. Processes that hold other
 texts (FSDP, ZeRO) draft for themselves; they only run as many forwards as the process with the longest text

@@ -57,7 +57,7 @@ class Route:
     reason: str | None = None
     steps: bool = False  # recurrent layers take the tokens of a forward one by one
     in_graphs: bool = False  # forwards over trees are captured
-    is_understood: bool = True  # False: `reason` tells of this version of transformers, not of the target
+    is_understood: bool = True  # False: `reason` is about this version of transformers, not the target
 
     def complaint(self, target: PreTrainedModel) -> str:
         """The text of a warning: what is not done as asked, and why."""

@@ -34,7 +34,7 @@ def tell_why_no_graphs(target: PreTrainedModel, reason: str) -> None:
 def _why_no_graphs(target: PreTrainedModel) -> str | None:
     weights = list(target.parameters())
     if len({weight.device for weight in weights}) > 1 or come_and_go(target.modules()):
-        return "its weights are on several devices, or come and go"
+        return "its weights are on several devices, or are moved for every forward"
     if are_divided(weights):
         return "its weights are divided among processes"
     if target.training:

@@ -40,7 +40,7 @@ MADE_ANEW = (
     *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_params"),
     *("cache_position", "use_cache", "logits_to_keep", "labels", "return_dict"),
 )
-# Those of the other arguments that have one value per token. At a step it is the same for any new token.
+# Other arguments that have one value per token. At a step, the value is the same for any new token.
 OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
