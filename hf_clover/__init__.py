@@ -1,7 +1,7 @@
 """Clover and Clover-2 speculative heads for transformers' own `generate`.
 
 `import hf_clover` registers the Auto classes and installs the generate hook, both without importing torch: they take
-effect when the user's code imports what they extend. Everything else is loaded when it is first asked for.
+effect when the user's code imports the classes that they extend. Everything else is loaded when it is first used.
 """
 
 import importlib
@@ -122,8 +122,9 @@ def _load(name: str) -> Callable[[], None]:
     return lambda: (importlib.import_module(f"{__name__}.{name}"), None)[1]
 
 
-# Importing an Auto class loads ours, and ours registers itself when complete, whichever of the two came first; so does
-# the hook. Transformers imports the Auto classes in the middle of its models, so ours may need none of those to load.
+# Importing an Auto class loads our class, and our class registers itself when it is complete, whichever of the two
+# comes first. The hook does the same. transformers imports the Auto classes while it imports its models, so our
+# modules must not need any of those models.
 when_imported("transformers.models.auto.configuration_auto", _load("network.configuration_eagle3"))
 when_imported("transformers.models.auto.configuration_auto", _load("network.configuration_clover"))
 when_imported("transformers.models.auto.modeling_auto", _load("network.modeling_eagle3"))

@@ -1,8 +1,8 @@
-"""Run something when a module is imported, now if it is already there.
+"""Run a callback when a module is imported, or at once if it is imported already.
 
 Contract: `when_imported(name, callback)` calls `callback()` once, right after the module `name` has been executed.
-`import hf_clover` must cost next to nothing, while the classes it extends pull in torch and most of transformers; so
-they are extended when the user's own code imports them, which any use of `generate` does.
+`import hf_clover` must be nearly free, but the classes that it extends import torch and most of transformers. So it
+extends them when the user's own code imports them, which every use of `generate` does.
 """
 
 import importlib.abc
@@ -33,7 +33,7 @@ class _CallingLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module is its own loader's again: nothing of ours stays in it.
+        # From here on the module has its own loader again: nothing of ours stays in it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

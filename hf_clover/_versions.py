@@ -1,16 +1,16 @@
 """Which versions of torch and transformers the package is for.
 
-Contract: `check_versions` looks at what is installed, without importing it, so that `import hf_clover` stays light.
-A version too old is refused at import; one newer than any that was tried is warned of, once, and the import goes on:
-the hook checks what it relies on by name, and a target is tried before its first tree. Floors and caps are those of
-setup.cfg, and a test compares them.
+Contract: `check_versions` looks at what is installed, without importing it, so that `import hf_clover` stays light. A
+version that is too old raises an error at import. A version newer than all that were tried gives one warning, and the
+import continues: the hook checks every name that it needs, and a target is tried before its first tree. Floors and
+caps are those of setup.cfg; a test compares them.
 """
 
 import re
 import warnings
 from importlib.metadata import PackageNotFoundError, version
 
-# Package: the first version that will do, and the first that nobody has tried.
+# Package -> the first version that works, and the first that nobody has tried.
 SUPPORTED = {"torch": ("2.6", "3"), "transformers": ("5.17", "5.25")}
 
 
@@ -35,13 +35,13 @@ def check_versions() -> None:
 
 
 def wanted(package: str) -> str:
-    """For pip, quoted."""
+    """The supported versions as pip's quoted argument."""
     oldest, untried = SUPPORTED[package]
     return f'"{package}>={oldest},<{untried}"'
 
 
 def installed_version(package: str) -> str | None:
-    """None where it is not installed."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

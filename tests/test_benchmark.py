@@ -226,5 +226,5 @@ def test_heads_may_have_a_size_and_a_tree(target, heads):
     fixed = parse_method("mine@8:folder", target, loaded)
     assert (fixed.name, fixed.nodes, fixed.tree) == ("mine", 8, None)
     for bad in ("mine@few:folder", "mine@8-oak:folder", "mine@0:folder"):
-        with pytest.raises(ValueError, match=f"`against='{bad}'`: behind the `@` of heads stands a number of nodes"):
+        with pytest.raises(ValueError, match=f"`against='{bad}'`: after `@` heads take a number of nodes"):
             parse_method(bad, target, loaded)

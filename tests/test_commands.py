@@ -765,7 +765,7 @@ def test_plot_of_a_folder_that_has_learned(run, folder, tmp_path, short_steps):
     assert said.out.splitlines() == [str(tmp_path / name) for name in ("learning.png", "learning-dark.png")]
     said = run("plot", str(folder))
     assert said.code == 2
-    assert "holds no learning.json, which heads that learn leave" in said.err
+    assert "holds no learning.json, which heads that learn write" in said.err
 
 
 def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, monkeypatch):

@@ -292,10 +292,10 @@ def test_disable_compile(target, inputs, captures):  # noqa: F811
 @pytest.mark.parametrize(
     ("why", "match"),
     [
-        ("training mode", r"it is in training mode; `.eval\(\)` leaves that"),
+        ("training mode", r"it is in training mode; call `.eval\(\)` on it"),
         ("a hook", "it has hooks, which a graph would leave out"),
         ("8 bit", "its 8-bit layers look for outliers on the host"),
-        ("several devices", "its weights are on several devices, or come and go"),
+        ("several devices", "its weights are on several devices, or are moved for every forward"),
         ("compiled", "its forward is compiled"),
     ],
 )

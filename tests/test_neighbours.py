@@ -60,7 +60,7 @@ def test_a_target_that_checkpoints_gradients(model, inputs):
     heads, text = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     model.gradient_checkpointing_enable()
     model.train()
-    with pytest.warns(CloverWarning, match=r"gradient checkpointing keeps no cache in training mode; `.eval\(\)`"):
+    with pytest.warns(CloverWarning, match=r"keeps no cache in training mode; call `.eval\(\)` on the target"):
         ours = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads)
     assert torch.equal(ours, model.generate(**inputs, max_new_tokens=NEW))
     model.eval()
@@ -75,7 +75,7 @@ def test_a_target_with_dropout(inputs):
             module.p = 0.3
     heads, text = CloverHeads.from_target(target), target.generate(**inputs, max_new_tokens=NEW)
     target.train()
-    with pytest.warns(CloverWarning, match=r"in training mode, where dropout is random: `.eval\(\)`"):
+    with pytest.warns(CloverWarning, match=r"in training mode, where dropout is random: call `.eval\(\)`"):
         target.generate(**inputs, max_new_tokens=NEW, assistant_model=heads)
     target.eval()
     assert torch.equal(speculated(target, heads, inputs, text), text)

@@ -260,7 +260,7 @@ def test_heads_that_learn_are_shown_over_tokens_and_over_time(pages):
 
 
 def test_the_folder_of_heads_that_learn_may_be_named_in_place_of_its_file(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no learning\.json, which heads that learn leave"):
+    with pytest.raises(ValueError, match=r"holds no learning\.json, which heads that learn write"):
         plot(tmp_path)
     (tmp_path / "learning.json").write_text(json.dumps(learning(6)))
     assert [path.name for path in plot(tmp_path)] == ["learning.png", "learning-dark.png"]

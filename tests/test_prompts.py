@@ -122,7 +122,7 @@ def test_unknown_and_missing_categories_are_told(tokenizer, tmp_path, caplog):
     rows = [{"category": "math", "turns": ["a"]}, {"category": "maths", "turns": ["b"]}, {"turns": ["c"]}]
     found = load_questions(questions_in(tmp_path, rows), tokenizer)
     assert [question.category for question in found] == ["math", "maths", "none"]
-    assert "1 of 3 questions have no `category`; their results are those of 'none'" in caplog.text
+    assert "1 of 3 questions have no `category`; their results are listed under 'none'" in caplog.text
     assert "Spec-Bench has no category 'maths'; taken as named" in caplog.text
 
 

@@ -52,7 +52,9 @@ def test_every_setting_has_a_row(target, heads):
     assert sum(row["accepted_tokens"] for row in rows) > 20, "a check that accepts nothing proves nothing"
     said = list(verification.report_of(json.loads(json.dumps(result))))
     assert len(said) == 18
-    assert re.fullmatch(r"drafts that are right, each where those before it are: (\d+%, )*\d+%", said[-2])
+    assert re.fullmatch(
+        r"right drafts at places 1, 2, \.\.\., where all before them are right: (\d+%, )*\d+%", said[-2]
+    )
     assert said[-1].endswith("float32 on cpu, 4 stand-in prompts: identical")
 
 

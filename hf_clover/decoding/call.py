@@ -1,8 +1,8 @@
-"""The state of one call of `generate`: the text so far, and everything of the caller's that is asked or told about it.
+"""The state of one call of `generate`: the text so far, and the caller's processors, criteria and streamer.
 
-Contract: a `Text` is made once a call, from what the caller gave, and lives as long as the call. It says what the
-caller's processors and criteria allow: whether rows may stand at different tokens, whether a token can be picked from
-its logits alone. The walk appends to it. `Dice` are the random numbers that it is sampled with.
+Contract: each call makes one `Text` from its arguments. The `Text` says what the caller's processors and criteria
+allow: whether rows may have different lengths, and whether logits alone decide a token. The walk appends tokens to it.
+`Dice` holds the random numbers that the tokens are sampled with.
 
 Shapes: B batch, V vocabulary, L text columns.
 """
@@ -29,7 +29,7 @@ from .tree import Tree, root_only
 
 
 def _those(*names: str) -> tuple[type, ...]:
-    """Of transformers' processors, as far as this version has them."""
+    """The classes of transformers' processors with these names, as far as this version has them."""
     return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
 
 
@@ -39,7 +39,7 @@ SCORE_PROCESSORS = _those(
     *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
     *("LogitNormalization", "SuppressTokensLogitsProcessor"),
 )
-# Those that are a pure function of one row: these may be called on each row when that row is there. Any other (a
+# Processors that are a pure function of one row: they may be called for each row at its own length. Any other (a
 # user's, a stateful one, one that reads a row's place in the batch) sees the whole batch, as in plain generate.
 ROWWISE_PROCESSORS = SCORE_PROCESSORS + _those(
     *("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor", "RepetitionPenaltyLogitsProcessor"),
@@ -47,39 +47,39 @@ ROWWISE_PROCESSORS = SCORE_PROCESSORS + _those(
     *("ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty"),
     "SuppressTokensAtBeginLogitsProcessor",
 )
-MOST_BYTES = 1 << 28  # of random numbers that are kept; others are drawn again from the generator's state
+MOST_BYTES = 1 << 28  # bytes of random numbers that are kept; others are drawn again from the generator's state
 _ROWWISE_CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 def pad_token_of(config: GenerationConfig) -> int | None:
-    """What finished rows go on with: the padding token, else the first of those that end a text."""
+    """The token that fills finished rows: the padding token, else the first token that ends a text."""
     token = config.eos_token_id if config.pad_token_id is None else config.pad_token_id
     return None if token is None else int(torch.as_tensor(token).flatten()[0])
 
 
 @dataclass
 class Text:
-    """What has been emitted, and everything of the caller's that is asked or told about it."""
+    """The emitted text, and the caller's processors, criteria and streamer."""
 
     input_ids: list[torch.Tensor]  # per row [1, L], or one [B, L] when the rows go in lockstep
     processors: list[LogitsProcessorList]  # for each entry of `input_ids`
     criteria: StoppingCriteriaList
     config: GenerationConfig
     streamer: Any = None
-    pad: int | None = None  # what finished rows go on with; None where plain generate lets them go on
+    pad: int | None = None  # the token that fills finished rows; None where plain generate lets them continue
     max_length: int = 0
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
-    in_lockstep: bool = True  # all rows stand at the same token, because something looks at the whole batch
-    is_plain_greedy: bool = False  # picking a token takes its logits and nothing else
+    in_lockstep: bool = True  # all rows have the same length, because something looks at the whole batch
+    is_plain_greedy: bool = False  # a token is the argmax of its logits; nothing else decides
     scores_decide: bool = False  # no processor looks at the text
-    dice: "Dice | None" = None  # where the text is sampled
+    dice: "Dice | None" = None  # None where tokens are picked without them
     finished: list[bool] = field(default_factory=list)
     running: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
-    fresh: list[list[int]] = field(default_factory=list)  # per row, what was emitted and nobody has asked for yet
-    found_no_drafts: bool = False  # this step's tree had nodes, and a row none that is valid
+    fresh: list[list[int]] = field(default_factory=list)  # per row, tokens that `take_fresh` has not returned yet
+    found_no_drafts: bool = False  # this step's tree had nodes, but some row had no valid one
 
     @classmethod
     def start(
@@ -91,7 +91,7 @@ class Text:
         streamer: Any,
         all_as_one: bool = False,
     ) -> "Text":
-        """`all_as_one`: rows go in lockstep whether or not anything looks at the whole batch."""
+        """`all_as_one`: rows stay in lockstep even if nothing looks at the whole batch."""
         batch = input_ids.shape[0]
         recorded = config.return_dict_in_generate
         text = cls(
@@ -135,9 +135,9 @@ class Text:
 
     @property
     def budget_keys(self) -> tuple[Hashable, Hashable, int | None]:
-        """What the cost of a step and the worth of a draft depend on in the caller's settings, and how many tokens a
-        cache of fixed length holds beyond the text."""
-        # To a digit: what is learned is kept, and a server may see any temperature there is.
+        """Three things that the budget asks about the caller's settings: what the cost of a step depends on, what the
+        value of a draft depends on, and how many tokens a cache of fixed length holds beyond the text."""
+        # Rounded to one digit: figures are kept for each temperature, and a server may see very many.
         picking = self.config.do_sample and round(self.config.temperature, 1)
         longest = getattr(self.config, "max_cache_len", None)
         room = None if longest is None else longest - self.max_length
@@ -145,20 +145,20 @@ class Text:
 
     @property
     def unfinished(self) -> list[int]:
-        """Places among the running rows."""
+        """The places, among the running rows, of those that are not finished."""
         return [place for place, row in enumerate(self.running) if not self.finished[row]]
 
     def room_of(self, row: int) -> int:
-        """How many tokens may come, where rows stand at lengths of their own."""
+        """How many more tokens `row` may get. `input_ids` must have an entry for each row."""
         return self.max_length - self.input_ids[row].shape[1]
 
     def limits(self) -> torch.Tensor:
-        """Of each running row [B, 1 + E] how many tokens may come, and those that end it. On the host."""
+        """[B, 1 + E]: how many more tokens each running row may get, and the E tokens that end it. On the host."""
         room = [0 if self.finished[row] else self.room_of(row) for row in self.running]
         return torch.tensor([[tokens, *self.ends] for tokens in room])
 
     def rows(self) -> list[torch.Tensor]:
-        """Per row [L]."""
+        """The text of each row, [L] each."""
         return [row for ids in self.input_ids for row in ids]
 
     def running_rows(self) -> list[torch.Tensor]:
@@ -166,12 +166,13 @@ class Text:
         return [rows[row] for row in self.running]
 
     def take_fresh(self) -> list[list[int]]:
-        """Per row, the tokens since this was called last, which are on the host already."""
+        """Per row, the tokens emitted since the last call of this method. They are on the host already."""
         fresh, self.fresh = self.fresh, [[] for _ in self.fresh]
         return fresh
 
     def last_tokens(self) -> Tree:
-        """Of the running rows, as trees of one node each: what a forward takes that keeps other processes company."""
+        """The last tokens of the running rows, as trees of one node each. They are the input of a forward that runs
+        only because other processes run one."""
         return root_only(torch.stack([row[-1] for row in self.running_rows()]))
 
     def end(self) -> None:
@@ -179,28 +180,29 @@ class Text:
             self.streamer.end()
 
     def sequences(self) -> torch.Tensor:
-        """[B, L]: rows that ended early padded as plain generate pads them."""
+        """[B, L]: rows that ended early are padded as plain generate pads them."""
         rows = self.rows()
         length = max(len(row) for row in rows)
         return torch.stack([torch.nn.functional.pad(row, (0, length - len(row)), value=self.pad or 0) for row in rows])
 
 
 class Dice:
-    """The random numbers that plain generate would use: for each length of the text, one for every row and id.
+    """The random numbers that plain generate would use: for each length of the text, one for every row and token id.
 
-    `torch.multinomial` picks the largest p / e, with e drawn from an exponential distribution. So what is drawn at a
-    length decides what is picked there, whoever asks first: drafts that look ahead, or rows that come to it one after
-    the other. The generator itself stands where plain generate would have left it.
+    `torch.multinomial` picks the largest p / e, with e drawn from an exponential distribution. So the numbers drawn
+    for a length decide which token is picked there, whoever asks first: a draft that looks ahead, or rows that reach
+    that length one after the other. The generator itself is left in the state in which plain generate would leave it.
     """
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
-        self.next: int | None = None  # the length at which nobody has picked a token yet
-        self.states: dict[int, torch.Tensor] = {}  # of the generator before each length
-        self.numbers: dict[int, torch.Tensor] = {}  # [B, V] of lengths that were asked for lately
+        self.next: int | None = None  # the shortest length at which no token has been picked
+        self.states: dict[int, torch.Tensor] = {}  # length -> the generator's state before that length
+        self.numbers: dict[int, torch.Tensor] = {}  # length -> its numbers [B, V], for lengths used lately
 
     def throw(self, rows: Sequence[int], lengths: Sequence[int], probs: torch.Tensor) -> torch.Tensor:
-        """One token [k] for each of `rows`, standing at `lengths`, from its probabilities [k, V]; -1 for NaN."""
+        """Pick one token for each of `rows`, whose texts have these `lengths`, by its probabilities [k, V]. Returns
+        tokens [k], with -1 where a probability is NaN."""
         self.like = probs  # float32, as the numbers are
         tokens = torch.empty(len(rows), dtype=torch.long, device=probs.device)
         for length in sorted(set(lengths)):
@@ -208,18 +210,19 @@ class Dice:
             if self.next is None or length >= self.next:
                 self._advance_over(length)
             numbers = self.at(length)
-            if len(places) == self.batch_size:  # no index has to reach the device
+            if len(places) == self.batch_size:  # no index has to be copied to the device
                 return self._first(probs, numbers)
             tokens[places] = self._first(probs[places], numbers[[rows[place] for place in places]])
         return tokens
 
     @staticmethod
     def _first(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        best, tokens = (probs / numbers).max(-1)  # [k], a NaN if there is one
+        best, tokens = (probs / numbers).max(-1)  # [k], NaN if any value is NaN
         return tokens.masked_fill_(best.isnan(), -1)
 
     def at(self, length: int) -> torch.Tensor:
-        """[B, V]; of a length that nobody has reached, what is drawn there if nothing else draws before."""
+        """The numbers [B, V] of a length. For a length that no row has reached: the numbers that will be drawn there
+        if nothing else draws before."""
         if length not in self.numbers:
             if length not in self.states:
                 self.at(length - 1)
@@ -234,14 +237,14 @@ class Dice:
         return self.numbers[length]
 
     def forget_before(self, length: int) -> None:
-        """No row stands at a shorter text any more."""
+        """Delete the states and numbers of shorter lengths: every row is at least this long."""
         for known in (self.states, self.numbers):
             for shorter in [other for other in known if other < length]:
                 del known[shorter]
 
     def _advance_over(self, length: int) -> None:
-        """The first row comes to `length`, and the generator goes on as plain generate's would. What was foreseen is
-        forgotten where something else has drawn since."""
+        """The first row reaches `length`: advance the generator as plain generate would. Numbers drawn ahead are
+        deleted if something else has drawn since."""
         now = random_state(self.like.device)
         if length not in self.states or not torch.equal(self.states[length], now):
             for known in (self.states, self.numbers):
@@ -255,8 +258,8 @@ class Dice:
 
 @functools.cache
 def picks_by_a_race(device: torch.device) -> bool:
-    """Whether `torch.multinomial` picks on this device as `Dice` do. Were a version of torch to do it in another way,
-    sampled rows would go in lockstep, each token by `torch.multinomial` itself."""
+    """Whether `torch.multinomial` picks tokens on this device as `Dice` does. If a version of torch picks in another
+    way, sampled rows stay in lockstep and `torch.multinomial` itself picks each token."""
     one, other = (torch.Generator(device).manual_seed(0) for _ in range(2))
     probs = torch.linspace(0.1, 1, 4096, dtype=torch.float32, device=device).view(2, -1).softmax(-1)  # [2, 2048]
     for _ in range(8):
@@ -268,7 +271,7 @@ def picks_by_a_race(device: torch.device) -> bool:
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Of the generator that plain generate draws from on this device."""
+    """The state of the generator that plain generate draws from on this device."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)
@@ -282,7 +285,8 @@ def set_random_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def for_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """The processors as they treat one row: a repetition penalty knows how much padding each row begins with."""
+    """The processors for one row: a repetition penalty, which knows the padding of every row, gets this row's
+    alone."""
     mine = LogitsProcessorList()
     for processor in processors:
         ignored = getattr(processor, "prompt_ignore_length", None)

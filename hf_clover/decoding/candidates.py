@@ -1,8 +1,8 @@
 """Draft heads for decoding loops that are not ours: transformers' own assisted decoding, or a user's.
 
 Contract: `CloverCandidateGenerator` is a `transformers.generation.CandidateGenerator` that proposes a chain of tokens
-for texts of one length. It finds the target's states by hooks, so the loop only has to run the target over the tokens
-that it was given. It verifies nothing: that is the loop's part.
+for texts of one length. Hooks capture the target's states, so the loop only has to run the target over the tokens that
+it was given. The loop verifies the proposals; this class does not.
 
 Shapes: B batch, L tokens of the text, n positions of the last forward, f numbers of a state as the heads read it.
 """
@@ -23,15 +23,15 @@ from .draft.cpu_copy import drafting_copy
 
 class CloverCandidateGenerator(CandidateGenerator):
     """
-    Proposes what draft heads expect, token by token, for a decoding loop that verifies a chain.
+    Proposes the tokens that draft heads expect, for a decoding loop that verifies a chain.
 
     Args:
         heads (`DraftHeads`):
-            [`CloverHeads`] or others, made for `target`.
+            [`CloverHeads`] or heads of another kind, made for `target`.
         target (`PreTrainedModel`):
             The model that the loop runs.
         num_assistant_tokens (`int`, *optional*):
-            Tokens of a proposal; as many as the heads draft by default.
+            Tokens in a proposal. By default as many as the heads draft.
 
     Example:
 
@@ -57,29 +57,29 @@ class CloverCandidateGenerator(CandidateGenerator):
     def __init__(self, heads: DraftHeads, target: PreTrainedModel, num_assistant_tokens: int | None = None) -> None:
         heads.bind(target)
         self.heads, self.num_assistant_tokens = heads, num_assistant_tokens or heads.config.draft_depth
-        self.model_kwargs_overrides: dict[str, Any] = {}  # asked of the target: nothing, since hooks find the states
+        self.model_kwargs_overrides: dict[str, Any] = {}  # asks nothing of the target: hooks capture the states
         self._drafter = heads.new_drafter(drafting_copy(heads, unwrap(target)))
         self._captured: list[torch.Tensor] = []
-        self._settled: int | None = None  # positions of the text
+        self._settled: int | None = None  # positions of the text that the heads have read
         hooks = ExitStack()
         hooks.enter_context(capture_states(unwrap(target), self._captured, heads.feature_layers))
-        self.close = weakref.finalize(self, hooks.close)  # takes the hooks off, at the latest with this object
+        self.close = weakref.finalize(self, hooks.close)  # removes the hooks, at the latest with this object
 
     @torch.no_grad()
-    def get_candidates(  # type: ignore[override]  # no logits: any loop then compares tokens
+    def get_candidates(  # type: ignore[override]  # without logits every loop compares tokens
         self, input_ids: torch.Tensor, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
-        """What is proposed for the text so far.
+        """Propose tokens that may follow the text.
 
         Args:
             input_ids (`torch.Tensor` of shape `[B, L]`):
-                The text, whose tokens but the last one or more the target has read.
+                The text. The target has read all its tokens except the last one or more.
             kwargs:
-                What transformers' loop says of the last step; the length of `input_ids` says it, too.
+                What transformers' loop passes about the last step. Not used: the length of `input_ids` says the same.
 
         Returns:
-            the text with `k` tokens more, a `torch.Tensor` of shape `[B, L + k]`, and `None`, since no logits come
-            with them; the text as it is before the target's first forward
+            the text with `k` more tokens, a `torch.Tensor` of shape `[B, L + k]`, and `None` in place of logits.
+            Before the target's first forward `k` is 0
         """
         settled = input_ids.shape[1] - 1
         if self._captured:
@@ -87,7 +87,7 @@ class CloverCandidateGenerator(CandidateGenerator):
             self._captured.clear()
             if self._settled is None:  # the prompt
                 self._settled = settled - hidden.shape[1]
-            new = settled - self._settled  # of the n positions: behind them stood tokens that were not accepted
+            new = settled - self._settled  # of the n positions; the others held tokens that were not accepted
             positions = torch.arange(self._settled, settled, device=input_ids.device).expand(len(input_ids), -1)
             self._drafter.extend(hidden[:, :new], input_ids[:, -new:], positions, [new] * len(input_ids))
             self._settled = settled
@@ -97,7 +97,7 @@ class CloverCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, chain.to(input_ids)), dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing changes with what was accepted; older versions of transformers ask for this method."""
+        """Does nothing. Older versions of transformers call this method after each step."""
 
 
 __all__ = ["CloverCandidateGenerator"]

@@ -1,9 +1,9 @@
-"""From a call of `generate` to the decoding loop: `generate_with` checks the call, chooses a route and takes it.
+"""From a call of `generate` to the decoding loop: `generate_with` checks the call and chooses a route.
 
-Contract: everything that can be known before a token is generated is refused here, by the argument's name. What a
-target cannot do falls back with one warning. `generate_through` is the hook's: it calls transformers' own `generate`
-with `generate_with` as its loop (`custom_generate`), and brings there what transformers hands to no such loop: the
-streamer, the tokenizer, `synced_gpus` and the size of trees.
+Contract: arguments that cannot work are refused here, by name, before a token is generated. Where a target cannot
+verify trees, the call falls back to chains or to plain generate, with one warning. The hook calls `generate_through`,
+which runs transformers' own `generate` with `generate_with` as its loop (`custom_generate`). It also passes on what
+transformers gives to no such loop: the streamer, the tokenizer, `synced_gpus` and the size of trees.
 """
 
 import copy
@@ -60,12 +60,13 @@ def generate_through(
 
 
 def _asked(name: str, call: dict[str, Any]) -> Any:
-    """What the call sets, itself or in its `generation_config`."""
+    """The value of a setting: an argument of the call, else in its `generation_config`."""
     return call.get(name, getattr(call.get("generation_config"), name, None))
 
 
 def _without_tokenizer(model: PreTrainedModel, call: dict[str, Any]) -> dict[str, Any]:
-    """The call, with that done which takes a tokenizer: transformers drops it where the loop is another's."""
+    """The call without its tokenizer, which transformers does not pass to a custom loop. What needs a tokenizer (stop
+    strings, token healing) is done here."""
     call = dict(call)
     tokenizer, config, own = call.pop("tokenizer", None), call.get("generation_config"), model.generation_config
     settings = {name: _asked(name, call) for name in ("stop_strings", "token_healing")}
@@ -102,7 +103,7 @@ def generate_with(
     num_assistant_tokens_schedule: str | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """`speculate`, after everything that can be known before a token is generated has been checked."""
+    """Check everything that can be checked before a token is generated, then run `speculate` or plain generate."""
     refuse_encoder_decoders(model)
     refuse_what_cannot_work(generation_config)
     refuse_empty_prompts(input_ids, model_kwargs)
@@ -138,7 +139,7 @@ def generate_with(
 
 
 def with_plain_record(result: Any, prompt_length: int, reason: str | None) -> Any:
-    """What plain generate gave, with the record of it: one token a forward, and why."""
+    """Plain generate's result with its record: one token per forward, and the reason."""
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     steps = sequences.shape[1] - prompt_length
     stats = Speculation(method="plain", reason=reason, target_forwards=steps)
@@ -176,7 +177,7 @@ def refuse_what_cannot_work(config: GenerationConfig) -> None:
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(
                 f"`{name}=True` is not supported with Clover heads: a forward covers a whole tree, so there is no "
-                "such tensor per token. Call the target on the finished sequences for them."
+                "such tensor per token. Call the target on the finished sequences to get them."
             )
 
 
@@ -199,13 +200,13 @@ def refuse_empty_prompts(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
 def check_memory(heads: DraftHeads) -> None:
     if heads.text_memory is not None and not heads.config.draft_copies:
         raise ValueError(
-            "`heads.text_memory` is set, and `heads.config.draft_copies=0` copies nothing from it: set the second to "
-            "10, as new heads have it, or the first to None."
+            "`heads.text_memory` is set, and `heads.config.draft_copies=0` copies nothing from it: set "
+            "`draft_copies` to 10, the default of new heads, or `text_memory` to None."
         )
 
 
 def place_heads(heads: DraftHeads, model: PreTrainedModel) -> None:
-    """Heads on another device are moved to where the target's hidden states are; another dtype is kept and cast to."""
+    """Move the heads to the device of the target's hidden states. Their dtype stays: hidden states are cast to it."""
     if any(parameter.is_meta for parameter in heads.parameters()):
         raise ValueError(
             "`assistant_model` is on the meta device, so its weights were never loaded: load the heads with "
@@ -223,5 +224,5 @@ def place_heads(heads: DraftHeads, model: PreTrainedModel) -> None:
             f"`assistant_model` is spread over several devices ({', '.join(spread)}), "
             f"while drafting happens on one: load the heads with `device_map={{'': '{device}'}}`."
         )
-    logger.info(f"Moving the Clover heads from {heads.device} to {device}, where the target ends.")
+    logger.info(f"Moving the Clover heads from {heads.device} to {device}, the device of the target's states.")
     heads.to(device)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too

@@ -1,12 +1,13 @@
-"""Functions of tensors as CUDA graphs: one launch where Python would make some hundred.
+"""Functions of tensors as CUDA graphs: one launch in place of some hundred from Python.
 
-Contract: `Graphs` knows neither heads nor targets. `run(key, function, inputs)` gives what `function(*inputs)` gives.
-It calls the function the first time that a key comes, which readies kernels; captures it the second time; and replays
-it from then on, with the inputs copied to where the graph reads them. So whatever else the function reads must stay at
-its address, and every number that it takes from Python must be part of the key or of `written_down`. There are `MOST`
-graphs at most, of which the one that was used least lately makes room, and all share one pool of memory, which is as
-large as the largest of them needs; what they take is logged (level INFO). A capture that finds no memory is tried
-again without the others. Where it fails everything runs eagerly from there on, and one line says so.
+Contract: `Graphs` knows neither heads nor targets. `run(key, function, inputs)` returns what `function(*inputs)`
+returns. With a new key it calls the function, which prepares its kernels. The second time it captures the function,
+and from then on it replays the graph, with the inputs copied to the addresses that the graph reads. So every other
+tensor that the function reads must stay at its address. Every number that it takes from Python must be part of the key
+or of `written_down`. At most `MOST` graphs are kept; a new one replaces the least recently used. All share one pool of
+memory, as large as the largest of them needs; the memory that each takes is logged (level INFO). If there is no memory
+for a capture, the other graphs are deleted and it is tried again. After a failed capture everything runs eagerly, and
+one warning says so.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,9 +27,9 @@ Outputs = tuple[torch.Tensor, ...]
 
 
 def captured_by_cuda(function: Callable[[], Outputs], pool: Any) -> tuple[Callable[[], None], Outputs]:
-    """A function that runs the kernels of `function` again, and where they leave what it returned."""
+    """A function that runs the kernels of `function` again, and the tensors that they write its outputs to."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may go on
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may run
         outputs = function()
     return graph.replay, outputs
 
@@ -37,7 +38,7 @@ CAPTURES: dict[str, Callable[..., Any]] = {"cuda": captured_by_cuda}  # by the k
 
 
 def filled(value: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
-    """With zeros up to `rows` in one dimension; itself, and no copy, where there are as many."""
+    """`value` padded with zeros to `rows` entries in one dimension; `value` itself, not a copy, if it has as many."""
     missing = rows - value.shape[dim]
     return F.pad(value, (0, 0) * (value.ndim - 1 - dim % value.ndim) + (0, missing)) if missing else value
 
@@ -48,7 +49,7 @@ class Graph:
     def __init__(
         self, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor], capture: Callable[..., Any], pool: Any
     ) -> None:
-        with torch.inference_mode(False):  # what is made here is written to in later calls, whatever their mode
+        with torch.inference_mode(False):  # later calls write to these tensors, in inference mode or not
             self.inputs = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
         self._replay, self._outputs = capture(partial(function, *self.inputs), pool)
 
@@ -60,25 +61,26 @@ class Graph:
 
 
 class Graphs:
-    """What was captured over the addresses of one cache."""
+    """The graphs that were captured over the addresses of one cache."""
 
     def __init__(self, device: torch.device, what: str, written_down: Hashable = None) -> None:
-        """`what` they are, for messages; `written_down`: what is in a graph beside the cache's addresses."""
+        """`what`: their name in messages. `written_down`: everything that a graph holds beside the cache's
+        addresses."""
         self.device, self.what, self.written_down = device, what, written_down
         self.capture = CAPTURES.get(device.type)
-        self.is_short = False  # of memory, for the rest of the call
-        self.has_replayed = True  # the last run was a replay, or no run is one: its time is what such a run takes
+        self.is_short = False  # there is no memory for graphs in the rest of the call
+        self.has_replayed = True  # the last run was a replay, or none is: so it took the usual time
         self.forget()
 
     def forget(self) -> None:
-        """Addresses are others from here on, and the memory of the graphs that there were is free."""
+        """Delete all graphs and free their memory, because the addresses change."""
         self.made: dict[Hashable, Graph] = {}
         self._seen: set[Hashable] = set()
         # Once its last graph is gone, a pool cannot be captured into again.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def stop(self, why: str, is_short: bool = False) -> None:
-        """Capture nothing from here on. `is_short`: of memory, which the next call may have again."""
+        """Capture nothing from here on. `is_short`: for lack of memory, which the next call may have again."""
         if self.capture is not None:
             logger.warning(
                 f"{self.what} run eagerly from here on: {why}. `disable_compile=True` leaves graphs out from the "
@@ -95,7 +97,7 @@ class Graphs:
         self._seen.add(key)
         if graph is None:
             return function(*inputs)
-        self.made[key] = graph  # as the one that was used last
+        self.made[key] = graph  # the most recently used graph is the last
         return graph(*inputs)
 
     def _captured(

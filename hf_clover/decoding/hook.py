@@ -1,10 +1,10 @@
 """Where speculation enters transformers.
 
 Contract: with the hook installed, `generate(assistant_model=heads)` runs transformers' own `generate`, whose decoding
-loop is `entry.generate_with`; every other call reaches transformers' code unchanged. The public `generate` is all that
-is wrapped. Heads are known by `config.model_type`, since remote code is another class object. Where transformers lacks
-what decoding relies on, installing says so, and `generate` with heads is plain `generate`: the same tokens, one at a
-time. Nothing else of ours is imported before heads are seen.
+loop is `entry.generate_with`; every other call reaches transformers' code unchanged. Only the public `generate` is
+wrapped. Heads are recognized by their attributes (`are_heads`), since remote code makes another class object. If
+transformers lacks something that decoding needs, `install_hook` warns, and `generate` with heads is plain `generate`:
+the same tokens, one at a time. The rest of `decoding` is imported when a call first passes heads.
 """
 
 import functools
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from ..network.modeling_heads import DraftHeads
 
-_transformers: Any = GenerationMixin  # of which a method is replaced
+_transformers: Any = GenerationMixin  # `generate` of this class is replaced
 _original: Callable[..., Any] | None = None  # transformers' generate, while ours is in its place
 _is_active = False
 
 
 def are_heads(model: Any) -> bool:
-    """Whether `model` drafts as this library's heads do; asked without importing a class."""
+    """Whether `model` drafts as this library's heads do; found without importing a class."""
     return hasattr(model, "new_drafter") and hasattr(model, "feature_layers")
 
 
@@ -39,7 +39,7 @@ def is_installed() -> bool:
 
 
 def install_hook() -> None:
-    """Let `generate(assistant_model=heads)` speculate. Done by `import hf_clover`; doing it again changes nothing.
+    """Let `generate(assistant_model=heads)` speculate. `import hf_clover` does this; doing it again changes nothing.
 
     Example:
 
@@ -83,7 +83,7 @@ def uninstall_hook() -> None:
     """
     global _original, _is_active
     _is_active = False
-    # Where another library has wrapped ours since, ours stays in its chain and passes everything through.
+    # If another library has wrapped our function since, it stays in that chain and passes every call on.
     if _transformers.generate is _generate:
         _transformers.generate, _original = _original, None
 
@@ -102,7 +102,7 @@ def _generate(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _positional_names(generate: Callable[..., Any]) -> tuple[str, ...]:
-    """What arguments without a name are, behind `self`."""
+    """The names of the positional parameters after `self`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(p.name for p in inspect.signature(generate).parameters.values() if p.kind in kinds)[1:]
 
@@ -118,6 +118,6 @@ def _heads_of(call: dict[str, Any]) -> "DraftHeads | None":
     if loop is not None:
         owner = getattr(loop, "__self__", None)
         return owner if are_heads(owner) and loop.__name__ == "generate_with" else None
-    if not are_heads(assistant) or call.get("cache_implementation") == "paged":  # which transformers refuses itself
+    if not are_heads(assistant) or call.get("cache_implementation") == "paged":  # transformers refuses heads with it
         return None
     return assistant

@@ -1,7 +1,7 @@
 """The decode loop: draft, verify, walk, commit, learn.
 
-Contract: `speculate` is called where transformers would call `_sample` and returns what that returns, with the same
-tokens: greedy to the token, sampled from the same distribution and, at batch 1, with the same random numbers.
+Contract: `speculate` takes the place of transformers' `_sample` and returns what `_sample` returns. Greedy tokens are
+identical. Sampled tokens have the same distribution and, at batch 1, come from the same random numbers.
 
 Shapes: B batch, n tree nodes, V vocabulary.
 """
@@ -40,8 +40,8 @@ def speculate(
     synced_gpus: bool = False,
     route: Route = AS_TREES,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-    """`num_assistant_tokens`: the nodes of every tree; None, or `is_ceiling`, for as many as pay. `route`: as
-    `choose_route` says."""
+    """`num_assistant_tokens`: nodes of every tree. With None the budget chooses the number, with `is_ceiling` up to
+    `num_assistant_tokens`. `route`: what `choose_route` returned."""
     budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
     layers = layers_read(heads)
     run: Run
@@ -62,7 +62,7 @@ def speculate(
         ours.extend_by_prompt()
 
         while any_goes_on(text.done, synced_gpus, input_ids.device):
-            if text.done:  # another process is not: keep it company
+            if text.done:  # another process is not, and waits for this one's forward
                 run.verify(text.last_tokens())
                 continue
             with stats.clock("draft") as drafting:
@@ -71,7 +71,7 @@ def speculate(
                 logits = run.verify(tree)  # [B, n, V]
             with stats.clock("walk"):
                 emitted = text.emitted
-                found = run.walked  # in a graph
+                found = run.walked  # the walk of the forward's graph, or None
                 paths = walk(tree, logits, text) if found is None else read_walk(found, tree, logits, text)
                 run.commit(paths)
             ours.extend(paths, tree, logits)

@@ -1,10 +1,10 @@
 """What processes must agree on: when all texts are over and, for a tensor-parallel target, trees and random numbers.
 
-Contract: each process of a tensor-parallel target holds a part of every weight and takes part in every forward, so all
-of them must verify the same tree and pick the same tokens. The first of them decides: it alone drafts and chooses
-sizes (by its own clock), its trees go to the others before each forward, and its random state before the first.
+Contract: each process of a tensor-parallel target holds a part of every weight and takes part in every forward. So all
+processes must verify the same tree and pick the same tokens. The first process decides: it alone drafts and chooses
+sizes (by its own clock). It sends its trees to the others before each forward, and its random state before the first.
 Drafting needs no other process, since the heads and what they borrow are whole everywhere. Processes that hold other
-texts (FSDP, ZeRO) draft for themselves; they only run as many forwards as the one with the longest text
+texts (FSDP, ZeRO) draft for themselves; they only run as many forwards as the process with the longest text
 (`goes_in_step`, `any_goes_on`).
 
 Shapes: B rows, n tree nodes, W the most nodes that a tree may have, with its root.
@@ -25,13 +25,13 @@ from .tree import Tree
 
 
 def goes_in_step(target: PreTrainedModel) -> bool:
-    """Whether plain generate would keep other processes company: each forward takes them all."""
+    """Whether every forward of `target` needs all processes, so that each must run as many as the others."""
     is_one_of_several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return is_one_of_several and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target))
 
 
 def any_goes_on(is_done: bool, synced_gpus: bool, device: torch.device) -> bool:
-    """Whether this process has something to do or, where processes go in step, any other has."""
+    """Whether this process or, where processes go in step, any process has something left to do."""
     if not synced_gpus:
         return not is_done
     going_on = torch.tensor(float(not is_done), dtype=torch.float32, device=device)
@@ -44,7 +44,7 @@ def tensor_parallel_group(target: PreTrainedModel) -> Any:
     if not dist.is_available() or not dist.is_initialized():
         return None
     for parameter in target.parameters():
-        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        mesh = getattr(parameter, "device_mesh", None)  # only a DTensor has one
         if mesh is None:
             continue
         if "tp" in (mesh.mesh_dim_names or ()):
@@ -55,7 +55,7 @@ def tensor_parallel_group(target: PreTrainedModel) -> Any:
 
 
 def share_random_state(target: PreTrainedModel) -> None:
-    """Every process goes on with the first one's random numbers, as it would have to for plain generate."""
+    """Give every process the first one's random state, which plain generate would need, too."""
     group = tensor_parallel_group(target)
     if group is None:
         return
@@ -66,7 +66,7 @@ def share_random_state(target: PreTrainedModel) -> None:
 
 
 class SharedBudget(Budget):
-    """`own` of the first process, whose trees all others verify; such targets have no graphs."""
+    """The first process's `own` chooses, and all processes verify its trees. Such targets have no graphs."""
 
     def __init__(self, own: Budget, group: Any) -> None:
         self.own, self.group = own, group
@@ -90,13 +90,13 @@ class SharedBudget(Budget):
 
 
 def shared_budget(own: Budget, target: PreTrainedModel) -> Budget:
-    """`own`, or what makes it the first process's affair where `target` is tensor-parallel."""
+    """`own`, or a `SharedBudget` of it where `target` is tensor-parallel."""
     group = tensor_parallel_group(target)
     return own if group is None else SharedBudget(own, group)
 
 
 def shared_tree(tree: Tree, width: int, group: Any) -> Tree:
-    """The first process's, whatever the others have. One small message of one size: rows x `width` x 4 numbers."""
+    """The first process's tree, for all processes. The message has a fixed size: 4 x rows x (`width` + 1) numbers."""
     message = torch.zeros(4, len(tree.tokens), width + 1, dtype=torch.long, device=tree.tokens.device)  # [4, B, 1 + W]
     message[0, :, 0], message[1, :, 0] = tree.size, tree.max_depth
     message[:, :, 1 : tree.size + 1] = tree.packed()

@@ -1,8 +1,8 @@
-"""What speculation did in a call of `generate`, and how to hear of it.
+"""What speculation did in a call of `generate`, and how to receive it.
 
-Contract: one `Speculation` a call, filled by the loop and handed to `with_record` at its end; it comes back as
-`out.speculation`, and to whoever listens with `speculations()`. A `Listener` hears the walked text itself, as it is
-settled. Nothing here is read by the decoding itself.
+Contract: the loop fills one `Speculation` per call and passes it to `with_record` at its end. The caller gets it as
+`out.speculation`, or from `speculations()`. A `Listener` receives the walked text as it is settled. Decoding itself
+reads nothing of this.
 """
 
 import time
@@ -33,24 +33,24 @@ class Speculation:
         row_forwards (`int`):
             Target forwards times the rows that were unfinished in each.
         new_tokens (`int`):
-            Of all rows.
+            Tokens that were emitted, in all rows.
         accepted_tokens (`int`):
             Drafted tokens that the target confirmed.
         draft_seconds (`float`):
-            Spent by the heads. Seconds are the host's: on a GPU, work that was only queued counts where the host next
-            waits for it.
+            Seconds that the heads took, by the host's clock. On a GPU, work that was only queued counts where the host
+            next waits for it.
         verify_seconds (`float`):
-            Spent by the target.
+            Seconds that the target took.
         walk_seconds (`float`):
-            Spent on picking tokens.
+            Seconds that picking tokens took.
         tree_sizes (`list[int]`):
             Drafted nodes per row, one entry per step.
         accepted_by_depth (`list[int]`):
-            Trees, row by row, that gave 1, 2, ... drafts.
+            How many trees, counted in each row, gave at least 1, 2, ... accepted drafts.
         method (`str`):
             `"tree"`, `"chain"`, `"replayed chain"` or `"plain"`.
         reason (`str`, *optional*):
-            Why it is no tree.
+            Why `method` is not `"tree"`.
 
     Example:
 
@@ -96,11 +96,12 @@ class Speculation:
         return self.new_tokens / max(self.row_forwards, 1)
 
     def count_prompt(self, rows: int) -> None:
-        """The prompt's forward, which gives each row its first token."""
+        """Count the prompt's forward, which gives each row its first token."""
         self.target_forwards, self.row_forwards = 1, rows
 
     def count(self, size: int, paths: Sequence[Sequence[int]], emitted: int) -> None:
-        """One forward over trees of `size` nodes with the root, of which the unfinished rows walked `paths`."""
+        """Count one forward over trees of `size` nodes, the root included, in which the unfinished rows walked
+        `paths`."""
         self.target_forwards += 1
         self.row_forwards += len(paths)
         self.accepted_tokens += emitted - len(paths)
@@ -109,7 +110,7 @@ class Speculation:
             self.count_depth(len(path) - 1)
 
     def count_depth(self, accepted: int) -> None:
-        """One tree of one row gave so many drafts."""
+        """Count one tree of one row, which gave `accepted` drafts."""
         self.accepted_by_depth += [0] * (accepted - len(self.accepted_by_depth))
         for depth in range(accepted):
             self.accepted_by_depth[depth] += 1
@@ -149,8 +150,9 @@ def speculations() -> Iterator[list[Speculation]]:
 
 
 def with_record(result: Any, stats: Speculation) -> Any:
-    """What `generate` returns; every way to generate with heads ends here. A dictionary has its record as an
-    attribute, and not among its items: CSM and Moshi make an output of their own from those, which knows no other."""
+    """Attach the record to what `generate` returns; every way to generate with heads ends here. In a dictionary the
+    record is an attribute and no item: CSM and Moshi make their own outputs from the items, and those accept no other
+    name."""
     records = _listener.get()
     if records is not None:
         records.append(stats)
@@ -160,17 +162,18 @@ def with_record(result: Any, stats: Speculation) -> Any:
 
 
 class Listener(Protocol):
-    """Hears what is settled in one call: for each position of the text the target's states and the token after it."""
+    """Receives what is settled in one call: for each position of the text the target's states and the token after
+    it."""
 
     def hear(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]
     ) -> None:
-        """Of each running row its first `counts` positions: states [B, m, f] as the heads read them and, for heads
-        that name layers, beside these what enters the final norm; the tokens after them [B, m]. `rows`: which rows of
-        the call these are."""
+        """Receive the first `counts` positions of each running row. `hidden` [B, m, f]: states as the heads read them;
+        for heads that name layers, the input of the final norm follows them. `next_tokens` [B, m]: the tokens after
+        these positions. `rows`: which rows of the call these are."""
 
     def remember(self, cache: Cache, columns: int) -> None:
-        """The next turn may go on from here, if it comes with this cache at this length."""
+        """The next turn may continue from here, if it passes this cache with `columns` columns."""
 
     def end(self, stats: Speculation) -> None:
         """The call is over."""

@@ -1,10 +1,10 @@
 """Which targets can verify a tree, and what is done for those that cannot.
 
-Contract: `choose_route` says "tree", "chain", "replayed chain" (chain.py) or "plain", and why. What a config tells is
-read; what it does not tell is *measured* once per target: a small tree, or some chains, are verified with the loop's
-own code and their logits are compared with those of the same tokens run plainly. So an architecture nobody thought of
-gets plain generate and a reason, never a wrong token. Where a made-up Llama cannot verify a tree either, the reason
-is the version of transformers and not the target.
+Contract: `choose_route` returns "tree", "chain", "replayed chain" (`target/chains.py`) or "plain", and the reason. It
+reads what the config says and *measures* the rest once per target: the loop's own code verifies a small tree, or some
+chains, and their logits are compared with those of plain forwards over the same tokens. So an unknown architecture
+gets plain generate and a reason, never a wrong token. If a made-up Llama cannot verify a tree either, the reason is
+the version of transformers and not the target.
 """
 
 import functools
@@ -39,12 +39,12 @@ from .target.trial import (
 
 TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 TREE_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
-CLOSER = 0.1  # how much nearer a state's logits must be: a state takes every error along
-LARGEST_TREE = 512  # slots that a step may use beyond the text, generously
+CLOSER = 0.1  # factor of the tolerance for replayed chains: a recurrent state keeps every error
+LARGEST_TREE = 512  # more slots than any step uses beyond the text
 
 
 class CloverWarning(UserWarning):
-    """Something was done another way than asked; the tokens are right all the same."""
+    """Something was not done in the way that the caller asked for; the tokens are right all the same."""
 
 
 def warn(message: str) -> None:
@@ -57,10 +57,10 @@ class Route:
     reason: str | None = None
     steps: bool = False  # recurrent layers take the tokens of a forward one by one
     in_graphs: bool = False  # forwards over trees are captured
-    is_understood: bool = True  # False: `reason` tells of this version of transformers, not of the target
+    is_understood: bool = True  # False: `reason` is about this version of transformers, not the target
 
     def complaint(self, target: PreTrainedModel) -> str:
-        """For a warning: what is done another way than asked, and why."""
+        """The text of a warning: what is not done as asked, and why."""
         instead = "plain `generate` is used" if self.method == PLAIN else "chains are drafted"
         if not self.is_understood:
             return f"{self.reason}. Until then {instead}"
@@ -78,7 +78,7 @@ def choose_route(
     if not model_kwargs.get("use_cache", True):
         return Route(PLAIN, "`use_cache=False` leaves nothing to draft from")
     if target.training and any(getattr(module, "gradient_checkpointing", False) for module in target.modules()):
-        return Route(PLAIN, "gradient checkpointing keeps no cache in training mode; `.eval()` leaves that")
+        return Route(PLAIN, "gradient checkpointing keeps no cache in training mode; call `.eval()` on the target")
     kind = None if cache is None else type(cache)
     if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{type(cache).__name__}`"
@@ -105,10 +105,10 @@ def choose_route(
 def _without_trees(
     target: PreTrainedModel, batch: int, cache: Cache | None, reason: str, own: dict[str, Any]
 ) -> Route:
-    """A chain in the first way that is exact, else plain. `reason`: why no tree."""
-    if type(cache) is StaticCache:  # where some of these, GPT-Neo for one, make another text than in one that grows
-        return Route(PLAIN, f"{reason}, and chains are drafted in a cache that grows, `generate`'s default, alone")
-    # A crop would take what the caller's cache is to record of its past.
+    """The first kind of chain that is exact, else plain. `reason`: why no tree."""
+    if type(cache) is StaticCache:  # in it, some of these (GPT-Neo) write another text than in a growing one
+        return Route(PLAIN, f"{reason}, and chains are drafted only in a cache that grows, `generate`'s default")
+    # Cropping would remove the past states that the caller's cache is to record.
     records = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     for route in (
         *(() if records else (Route(CHAIN, reason),)),
@@ -123,8 +123,8 @@ def _without_trees(
 
 @functools.cache
 def why_not_understood() -> str | None:
-    """None where a made-up Llama verifies a tree here, as it does in every version that hf_clover supports. Asked only
-    where a target did not, and once a process: it takes half a second."""
+    """None where a made-up Llama verifies a tree, as it does in every version of transformers that hf_clover supports.
+    Called only when a target could not, and measured once per process: it takes half a second."""
     try:
         found = _why_no_tree(made_up_llama(), {}, in_graphs=False)
     except Exception as error:
@@ -133,8 +133,8 @@ def why_not_understood() -> str | None:
         return None
     return (
         f"transformers {installed_version('transformers')} is not understood: any Llama should give a tree the logits "
-        f"of its paths, and of a made-up one this was found: {found}. Install {wanted('transformers')}, or look for a "
-        "newer hf_clover"
+        f"of its paths, but a trial with a made-up one found: {found}. Install {wanted('transformers')}, or look for "
+        "a newer hf_clover"
     )
 
 
@@ -142,9 +142,9 @@ def why_not_understood() -> str | None:
 
 
 def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) -> str | None:
-    """None where a tree is verified exactly. `own`: what `own_inputs` found in the call."""
+    """None where a tree is verified exactly. `own`: what `own_inputs` returned."""
     config = target.config.get_text_config(decoder=True)
-    # A layer that uses another's keys and values, or has no attention, has a dummy.
+    # A layer that uses another layer's keys and values, or has no attention, has a `DummyLayer`.
     layers = [layer for layer in _cache_layers(config) if type(layer).__name__ != "DummyLayer"]
     if any(not isinstance(layer, CacheLayerMixin) for layer in layers):
         return "it keeps a recurrent or convolution state, which cannot branch"
@@ -172,7 +172,7 @@ def _why_no_tree(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) 
     try:
         return _found_once(target, (in_graphs, *_what_counts(target, own)), measure)
     except NotANumberError:
-        return None  # the walk will say so, and the next call measures again
+        return None  # the walk raises an error, and the next call measures again
 
 
 def _found_once(target: PreTrainedModel, key: tuple, measure: Callable[[], str | None]) -> str | None:
@@ -193,7 +193,7 @@ def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
 
 
 def _why_only_one_by_one(target: PreTrainedModel, text: Text, model_kwargs: dict[str, Any]) -> str | None:
-    """Some targets change, for all tokens of a forward, as the text grows past a length."""
+    """Some targets compute every token of a forward in another way once the text is longer than a limit."""
     config = target.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
     start, embeds = text.input_ids[0].shape[1], model_kwargs.get("inputs_embeds")
@@ -201,7 +201,7 @@ def _why_only_one_by_one(target: PreTrainedModel, text: Text, model_kwargs: dict
     if start == 0 and embeds is not None:  # then `max_length` does not count the prompt
         start, end = embeds.shape[1], end + embeds.shape[1]
     limit = getattr(config, "original_max_position_embeddings", None)
-    if limit is not None and start <= limit < end:  # Phi-3 drops its cache there, and its cousins more than that
+    if limit is not None and start <= limit < end:  # Phi-3 drops its cache there; related models drop more
         return f"its `generate` starts anew where the text grows past {limit} tokens"
     if config.model_type == "moshi" and end > config.sliding_window:
         return f"its cache forgets tokens beyond {config.sliding_window}, and its mask does not"
@@ -222,7 +222,7 @@ def _cache_layers(config: Any) -> list[Any]:
 
 
 def _what_counts(target: PreTrainedModel, own: dict[str, Any]) -> tuple:
-    """What a trial's outcome depends on."""
+    """Everything that a trial's outcome depends on."""
     config = target.config.get_text_config(decoder=True)
     own_names = (makes_inputs_itself(target), *sorted(own))
     return attention_of(config), target.dtype, precision_of(target), device_of(target), target.training, own_names
@@ -235,13 +235,13 @@ def _measure(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool) -> s
         if worst <= rounding_tolerance(target):
             return None
         by = f"(by {worst:.1e} of their spread)"
-        drops = "; it is in training mode, where dropout is random: `.eval()` leaves that" if target.training else ""
+        drops = "; it is in training mode, where dropout is random: call `.eval()` on it" if target.training else ""
         reason = f"its logits for a trial tree differ from those of plain forwards {by}{drops}"
         of_replays = f"their replays give other logits {by}"
     except NotANumberError:
         raise
     except ChangingInputError as error:
-        return f"its class makes another `{error}` for every step, and a tree's nodes are of several"
+        return f"its class makes another `{error}` for every step, and the nodes of a tree belong to several steps"
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         reason, of_replays = f"a trial tree failed in it ({what})", f"a trial of them failed ({what})"

@@ -2,7 +2,7 @@
 
 Contract: pure functions. A tree has a root (node 0, the last emitted token) and nodes sorted so that a parent comes
 before its children; siblings carry different tokens. Shapes are static: a node that could not be filled is there but
-not `valid`, and nothing descends from it. How scores come about is not known here: `expand` gives them.
+not `valid`, and has no descendants. This module does not know how scores are computed: `expand` returns them.
 
 Shapes: B batch, N draft nodes, n = N + 1 nodes with the root, W beams, k children kept per beam, V vocabulary.
 """
@@ -15,10 +15,10 @@ from transformers import MinPLogitsWarper, TopPLogitsWarper
 
 from .target.masks import ancestors_of
 
-# (level, which beam of the level before each new beam descends from [B, W], its token [B, W]) -> logits [B, W, V]
+# (level, the parent of each new beam among the beams of the level before [B, W], its token [B, W]) -> logits [B, W, V]
 Expand = Callable[[int, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
-LOOKS_ON = ("cpu",)  # devices where reading a number back is no wait
+LOOKS_ON = ("cpu",)  # devices on which reading a value does not wait
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """Nodes with the root."""
+        """Number of nodes, the root included."""
         return self.tokens.shape[1]
 
     def to(self, device: torch.device) -> "Tree":
@@ -50,7 +50,7 @@ class Tree:
         return Tree(tokens, parents, depths, log_probs, valid, max_depth)
 
     def packed(self) -> torch.Tensor:
-        """[4, B, n]: all but the probabilities as one tensor, which is one copy into a graph."""
+        """[4, B, n]: everything except the probabilities in one tensor, which one copy takes into a graph."""
         return torch.stack((self.tokens, self.parents, self.depths, self.valid.long()))
 
     @classmethod
@@ -59,27 +59,28 @@ class Tree:
         return cls(tokens, parents, depths, log_probs, valid, max_depth)
 
     def ancestors(self) -> torch.Tensor:
-        """[B, n, n]: whether column is row or above it."""
+        """[B, n, n]: whether the column's node is the row's node or an ancestor of it."""
         return ancestors_of(self.parents, self.max_depth.bit_length())
 
 
 def chain_of(tokens: torch.Tensor) -> Tree:
-    """The one path `tokens` [B, n], the first of them as the root."""
+    """The tree of one path, `tokens` [B, n], whose first token is the root."""
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, n]
     zeros, valid = torch.zeros_like(tokens, dtype=torch.float32), torch.ones_like(tokens, dtype=torch.bool)
     return Tree(tokens, (order - 1).clamp(min=0), order, zeros, valid, max_depth=tokens.shape[1] - 1)
 
 
 def root_only(tokens: torch.Tensor) -> Tree:
-    """The tree of a plain step: tokens [B] and nothing below them. `chain_of` for less, since every step that rests
-    makes one."""
+    """The tree of a plain step: `tokens` [B] and no nodes below them. Cheaper than `chain_of`, since every step
+    without drafts makes one."""
     tokens = tokens[:, None]  # [B, 1]
     zeros, valid = torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
     return Tree(tokens, zeros, zeros, zeros.float(), valid, max_depth=0)
 
 
 def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
-    """`rows` [B] (bool) get a chain of one repeated token instead: a finished row goes on with padding."""
+    """Replace the trees of `rows` [B] (bool) by a chain of one repeated token: a finished row continues with
+    padding."""
     batch, size = tree.tokens.shape
     order = torch.arange(size, device=tree.tokens.device).expand(batch, -1)  # [B, n]
     rows = rows[:, None]  # [B, 1]
@@ -90,17 +91,18 @@ def with_chain(tree: Tree, rows: torch.Tensor, token: int) -> Tree:
 
 
 def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
-    """The best `nodes` of `tree` and of one path of `tokens` [B, k] below its root; `log_probs` [B, k] are joint ones,
-    -inf from where a row has no path. What both have counts once, with the better of the two."""
-    tokens, log_probs = tokens[:, :nodes], log_probs[:, :nodes]  # more of a path cannot be among them
+    """The best `nodes` among the nodes of `tree` and of one path, `tokens` [B, k], below its root. `log_probs` [B, k]:
+    joint log-probabilities of the path, -inf behind its end. A node that both have counts once, with the better of its
+    two probabilities."""
+    tokens, log_probs = tokens[:, :nodes], log_probs[:, :nodes]  # no more of the path can be chosen
     size, count = tree.size, tokens.shape[1]
     below_root = tree.valid > 0
     below_root[:, 0] = False
     alike = (tree.tokens[:, None] == tokens[..., None]) & below_root[:, None]  # [B, k, n]
-    same = torch.zeros_like(alike)  # for each place of the path the node, one at most, that the path goes through
+    same = torch.zeros_like(alike)  # for each place of the path, at most one node of `tree` that is the same
     parents = torch.arange(size - 1, size + count, device=tokens.device).repeat(len(tokens), 1)  # [B, k + 1]
     parents[:, 0] = 0
-    for place in range(min(count, tree.max_depth)):  # below that the path is alone
+    for place in range(min(count, tree.max_depth)):  # `tree` has no deeper nodes
         same[:, place] = alike[:, place] & (tree.parents == parents[:, place, None])  # [B, n]
         node = same[:, place].byte().argmax(1)  # 0 for none
         parents[:, place + 1] = torch.where(node > 0, node, size + place)
@@ -110,7 +112,7 @@ def with_path(tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: 
     new = ~same.any(2) & (log_probs > -torch.inf)  # [B, k]
     order = torch.arange(1, count + 1, device=tokens.device).expand_as(tokens)  # [B, k]
     joint = torch.cat((joint, log_probs.masked_fill(~new, -torch.inf)), dim=1)  # [B, n + k]
-    joint, chosen = joint.sort(dim=1, descending=True, stable=True)  # a parent is no worse than its child, and earlier
+    joint, chosen = joint.sort(dim=1, descending=True, stable=True)  # a parent stays before its child
     joint, chosen = joint[:, : nodes + 1], chosen[:, : nodes + 1]
     number = torch.zeros(len(tokens), size + count, dtype=torch.long, device=tokens.device)
     number.scatter_(1, chosen, torch.arange(chosen.shape[1], device=tokens.device).expand_as(chosen))
@@ -139,12 +141,12 @@ def grow_global(
     top_k: int,
     vocabulary: torch.Tensor | None = None,
 ) -> Tree:
-    """The best `nodes` of a beam search by joint probability.
+    """The `nodes` of a beam search with the highest joint probability.
 
-    A parent's joint probability is never smaller than its child's and ties break toward the parent, so the best
-    nodes are a tree, and what is not better than the last of them has no descendants among them: on a CPU, where
-    looking costs nothing, only beams above it are grown. No more than `nodes` of a level can be chosen, so the beam
-    need not be wider than that.
+    A parent's joint probability is never smaller than its child's, and ties break toward the parent, so the best nodes
+    form a tree. A beam that is no better than the last of the best nodes has no descendants among them. On a CPU,
+    where reading a value costs nothing, such beams are not grown. At most `nodes` of a level can be chosen, so the
+    beam is never wider than that.
     """
     beam_width, top_k, depth = min(beam_width, nodes), min(top_k, nodes), min(depth, nodes)
     looks = root.device.type in LOOKS_ON
@@ -192,8 +194,9 @@ def grow_levels(
 ) -> Tree:
     """Clover's rule: level by level, with a budget that shrinks.
 
-    Token level: inside top-p and not under `min_p` of the best. Tree level: the best by joint probability, as many
-    as the budget still allows. Head level: what was kept is subtracted from the budget, and at 0 the tree is done.
+    Token level: keep the tokens inside top-p whose probability is at least `min_p` times the best one's. Tree level:
+    keep the best by joint probability, as many as the budget still allows. Head level: subtract the number of kept
+    nodes from the budget; at 0 the tree is complete.
     """
     batch = root.shape[0]
     warpers = (TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)) if top_p < 1.0 else (MinPLogitsWarper(min_p),)
@@ -205,7 +208,7 @@ def grow_levels(
     first = 1
     for level in range(min(depth, nodes)):
         logits = expand(level, chosen, beam_tokens).float()  # [B, W, V]
-        broken = broken | ~(logits.amax(-1) < torch.inf).all(1)  # one look: NaN is the largest of all
+        broken = broken | ~(logits.amax(-1) < torch.inf).all(1)  # amax returns NaN if there is one
         kept = logits.flatten(0, 1)  # [B W, V]
         for warper in warpers:
             kept = warper(None, kept)  # type: ignore[arg-type]  # these two look at no text
@@ -234,7 +237,8 @@ def _log_probs(logits: torch.Tensor) -> torch.Tensor:
 def _best_children(
     logits: torch.Tensor, top_k: int, vocabulary: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[B, W, V] -> log-probabilities and tokens [B, W, k], and whether there was a NaN [B], which stands first."""
+    """[B, W, V] -> log-probabilities and tokens [B, W, k], and whether there was a NaN [B], which `topk` puts
+    first."""
     best, tokens = torch.log_softmax(logits, dim=-1, dtype=torch.float32).topk(min(top_k, logits.shape[-1]), dim=-1)
     log_probs = torch.nan_to_num(best, nan=-torch.inf, neginf=-torch.inf)
     is_nan = best[..., 0].isnan() & (logits.amax(-1) != -torch.inf)  # and not all of them -inf
@@ -247,8 +251,8 @@ def _select(
     nodes: int,
     broken: torch.Tensor,
 ) -> Tree:
-    """The best `nodes` candidates of all levels, renumbered. Candidate numbers count from 1; 0 is the root. Heads that
-    gave a NaN anywhere are not to be believed elsewhere: a row that is `broken` [B] has no valid node."""
+    """The best `nodes` candidates of all levels, renumbered. Candidate numbers count from 1; 0 is the root. A `broken`
+    [B] row, for which the heads gave a NaN, has no valid node: its other values cannot be trusted."""
     joint, tokens, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))  # [B, C]
     joint = joint.masked_fill(broken[:, None], -torch.inf)
     depths = torch.cat([torch.full_like(part[1], i + 1) for i, part in enumerate(levels)], dim=1)

@@ -1,10 +1,10 @@
 """The walk: plain generate, replayed on logits that are already there.
 
-Contract: at a node, the caller's processors see that node's logits and exactly the `input_ids` plain generate would
-show them, a token is picked as plain generate picks it, the stopping criteria are asked, and the walk goes on to the
-child that carries the token. With no such child it ends, having still emitted one token. `replay` is this to the
-letter; `greedy_walk` is the same for greedy decoding without processors, with one device sync. Where the forward over
-the tree is a graph, `walk_in_tensors` is part of it, and `read_walk` tells the text what it found.
+Contract: at each node, the caller's processors get that node's logits and exactly the `input_ids` that plain generate
+would pass them. A token is picked as plain generate picks it, the stopping criteria are called, and the walk moves to
+the child that carries the token. If no child does, the walk ends; the token is emitted all the same. `replay` does
+exactly this. `greedy_walk` gives the same result for greedy decoding without processors, with one device sync. Where
+the forward over the tree is a graph, `walk_in_tensors` is part of it, and `read_walk` adds its result to the text.
 
 Shapes: B batch, n tree nodes, V vocabulary, L text columns.
 """
@@ -36,7 +36,7 @@ def replay(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
 def _replay_in_lockstep(
     children: list[dict[tuple[int, int], int]], logits: torch.Tensor, text: Text, paths: list[list[int]]
 ) -> None:
-    """All rows at one token, as in plain generate, until a row finds no child: its next token is not known yet."""
+    """Walk all rows together, as plain generate does, until a row has no child: its next logits are not known yet."""
     nodes = [0] * len(children)
     while True:
         input_ids = text.input_ids[0]  # [B, L]
@@ -48,7 +48,7 @@ def _replay_in_lockstep(
             text.logits += (raw,)
         if text.config.do_sample:
             probs = torch.nn.functional.softmax(scores, dim=-1)
-            if text.dice is not None and probs.dtype == torch.float32:  # a user's processor may give another
+            if text.dice is not None and probs.dtype == torch.float32:  # a processor may return another dtype
                 tokens = text.dice.throw(range(len(probs)), [input_ids.shape[1]] * len(probs), probs)  # [B]
             else:
                 tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [B]
@@ -59,7 +59,7 @@ def _replay_in_lockstep(
         text.input_ids[0] = input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
         stops, picked = text.criteria(input_ids, text.scores).tolist(), tokens.tolist()
         if min(picked) < 0:
-            torch.multinomial(probs, num_samples=1)  # which says why there is no token
+            torch.multinomial(probs, num_samples=1)  # raises, and says why there is no token
         for row, stop in enumerate(stops):
             paths[row].append(nodes[row])
             text.fresh[row].append(picked[row])
@@ -77,7 +77,7 @@ def _replay_in_lockstep(
 def _replay_abreast(
     children: list[dict[tuple[int, int], int]], logits: torch.Tensor, text: Text, paths: list[list[int]]
 ) -> None:
-    """Each row at its own token, as far as it gets; what is asked of a row is asked as if it were alone."""
+    """Walk each row as far as it gets. Processors and criteria are called for each row as if it were alone."""
     at = dict.fromkeys(text.unfinished, 0)  # place -> node
     while at:
         places, nodes = list(at), list(at.values())
@@ -94,7 +94,7 @@ def _replay_abreast(
             probs = torch.nn.functional.softmax(scores, dim=-1)
             picked = text.dice.throw(rows, lengths, probs).tolist()
             if min(picked) < 0:
-                torch.multinomial(probs, num_samples=1)  # which says why there is no token
+                torch.multinomial(probs, num_samples=1)  # raises, and says why there is no token
         else:
             picked = torch.argmax(scores, dim=-1).tolist()
         at = {}
@@ -111,7 +111,7 @@ def _replay_abreast(
 
 
 def _logits_at(logits: torch.Tensor, rows: Sequence[int], nodes: Sequence[int]) -> torch.Tensor:
-    """A copy [k, V] in float32, as plain generate takes it."""
+    """A copy of the logits at these nodes, [k, V] in float32, as plain generate makes it."""
     of_row, of_node = (torch.tensor(index, device=logits.device) for index in (list(rows), list(nodes)))
     return logits[of_row, of_node].to(copy=True, dtype=torch.float32)
 
@@ -119,9 +119,9 @@ def _logits_at(logits: torch.Tensor, rows: Sequence[int], nodes: Sequence[int]) 
 def _process(
     processors: LogitsProcessorList, input_ids: torch.Tensor | None, raw: torch.Tensor, do_sample: bool
 ) -> torch.Tensor:
-    is_broken = torch.isnan(raw).any()  # which a processor may mend, also in place
+    is_broken = torch.isnan(raw).any()  # before the processors, which may replace NaN in place
     scores = processors(input_ids, raw)  # type: ignore[arg-type]  # no text for those that look at none
-    # NaN that a processor has made is the largest number for plain generate's argmax; nothing is sampled from it.
+    # Plain generate's argmax takes a NaN that a processor has made for the largest value; it cannot be sampled from.
     if bool(torch.isnan(scores).any() & (is_broken | do_sample)):
         raise_nan(scores)
     return scores
@@ -141,8 +141,8 @@ def _children_of_row(tokens: list[int], parents: list[int], valid: list[int]) ->
 
 
 def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
-    """`replay` for greedy decoding without processors: the same events, found with one device sync."""
-    best, picks = logits.max(dim=-1)  # [B, n], a NaN if there is one
+    """`replay` for greedy decoding without processors: the same result, with one device sync."""
+    best, picks = logits.max(dim=-1)  # [B, n], NaN if any logit is NaN
     broken, tree = best.isnan(), tree.to(logits.device)
     packed = torch.stack((tree.tokens, tree.parents, tree.valid.long(), picks, broken.long()), dim=1)  # [B, 5, n]
     paths: list[list[int]] = []
@@ -168,7 +168,8 @@ def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]
 def _emit(
     text: Text, row: int, tokens: list[int], new: torch.Tensor, logits: torch.Tensor, is_nan: bool, no_drafts: bool
 ) -> None:
-    """`tokens`, which are `new` [1, k] on the text's device, unless one of the `logits` [n, V] behind them is NaN."""
+    """Append `tokens` to the text; `new` [1, k] are the same tokens on the text's device. Raises if `is_nan`: one of
+    the `logits` [n, V] that they were picked from is NaN."""
     text.found_no_drafts |= no_drafts
     if is_nan:
         raise_nan(logits)
@@ -187,17 +188,17 @@ def _emit(
 def walk_in_tensors(
     tree: torch.Tensor, ancestors: torch.Tensor, logits: torch.Tensor, limits: torch.Tensor
 ) -> torch.Tensor:
-    """`greedy_walk` of `Tree.packed` [4, B, n], without the host. [B, 3, n]: the walked nodes of each row, with -1
-    behind them; the tokens picked there; and of each 1 where the logits hold a NaN, with 2 more where the row has
-    drafts. `limits` as `Text.limits` has them."""
+    """`greedy_walk` without the host. `tree` [4, B, n]: `Tree.packed`; `limits`: `Text.limits`. Returns [B, 3, n],
+    three numbers for each place of a walk: the walked node, or -1 after the walk's end; the token picked there; and a
+    mark, 1 if the node's logits hold a NaN, plus 2 if the row has drafts."""
     tokens, parents, depths, valid = tree
-    best, picks = logits.max(dim=-1)  # [B, n], a NaN if there is one
-    above = picks.gather(1, parents)  # what is picked at each node's parent
+    best, picks = logits.max(dim=-1)  # [B, n], NaN if any logit is NaN
+    above = picks.gather(1, parents)  # the token picked at each node's parent
     follows = (tokens == above) & valid.bool() & (above[..., None] != limits[:, None, 1:]).all(-1)  # [B, n]
     follows[:, 0] = True
     walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    places = torch.where(walked, depths, order.shape[1])  # one of each depth: siblings carry different tokens
+    places = torch.where(walked, depths, order.shape[1])  # one node per depth, since siblings carry different tokens
     nodes = order.new_full((len(order), order.shape[1] + 1), -1).scatter_(1, places, order)[:, :-1]
     at = nodes.clamp(min=0)
     marks = best.isnan().gather(1, at) + 2 * valid[:, 1:].any(1, keepdim=True)
@@ -205,12 +206,12 @@ def walk_in_tensors(
 
 
 def read_walk(walked: torch.Tensor, tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
-    """What `greedy_walk` does, once `walk_in_tensors` has found `walked` [B, 3, n]."""
+    """The rest of `greedy_walk`, after `walk_in_tensors` has found `walked` [B, 3, n]."""
     paths: list[list[int]] = []
     for place, (row, (nodes, tokens, marks)) in enumerate(zip(text.running, walked.tolist(), strict=True)):  # one sync
         path = [node for node in nodes if node >= 0]
         paths.append(path)
-        if path:  # else it has ended
+        if path:  # else the row has ended
             is_nan, new = any(mark % 2 for mark in marks[: len(path)]), walked[place, 1:2, : len(path)]
             _emit(text, row, tokens[: len(path)], new, logits[place], is_nan, tree.size > 1 and marks[0] < 2)
     return paths

@@ -1,1 +1,1 @@
-"""What is said about heads, and how it is found out: benchmark, losslessness, prompts, tables, plots."""
+"""Measurements of heads: benchmark, losslessness, prompts, tables, plots."""

@@ -1,9 +1,8 @@
-"""How often drafts are right: at each place of a chain, for `verify`, and whether any are accepted here at all, tried
-on made-up targets, the end of `hf-clover env`.
+"""How often drafts are right: at each place of a chain (for `verify`), and on made-up targets (for `hf-clover env`).
 
-Contract: `right_by_place` feeds texts that are already there to the heads, as training does. `tried` takes a second,
-needs no files, leaves the caller's random numbers as they are, and raises nothing: what fails is said in its line.
-Drafts are copies of plain generate's text or, in chains, one likely token, so most of them should be accepted.
+Contract: `right_by_place` feeds finished texts to the heads, as training does. `tried` takes a second, needs no files,
+leaves the caller's random numbers unchanged, and raises nothing: a failure is reported in its line. Its drafts are
+copies of plain generate's text or, in chains, one likely token, so most of them should be accepted.
 """
 
 import warnings
@@ -28,15 +27,15 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 9, 8, 7, 6, 5]]  # the second is padded
 def right_by_place(
     target: PreTrainedModel, heads: DraftHeads, texts: Sequence[tuple[torch.Tensor, int]]
 ) -> list[dict[str, int]]:
-    """How many first drafts of the heads are right, how many second ones where the first is, and so on.
+    """Count the heads' right drafts: the first ones, the second ones where the first is right, and so on.
 
     Args:
-        target: whose texts they are
-        heads: without what they copy
-        texts: each [L], and where the answer begins in it; every token of that is drafted behind
+        target: the model that wrote the texts
+        heads: their copied drafts are not used
+        texts: each [L], with the place where the answer begins; drafts are made at every token of the answer
 
     Returns:
-        of each place `asked` and `right`
+        for each place, how many drafts were `asked` for and how many were `right`
     """
     heads.bind(target)
     found = [{"asked": 0, "right": 0} for _ in range(heads.config.num_heads)]
@@ -61,7 +60,7 @@ def right_by_place(
 
 
 def tried() -> dict[str, str]:
-    """What became of trees, chains, a batch and a static cache; "yes" begins a line where drafts were accepted."""
+    """Try trees, chains, a batch and a static cache. A result begins with "yes" if drafts were accepted."""
     with _one_thread(), torch.random.fork_rng(devices=[]):
         llama = made_up_llama()
         return {
@@ -95,7 +94,7 @@ def _said(target: PreTrainedModel, method: str, rows: int = 1, **options: Any) -
             heads.text_memory.add(text)
         drafting = {"assistant_model": heads, "num_assistant_tokens": 8, "return_dict_in_generate": True}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what they say is in the record
+            warnings.simplefilter("ignore")  # the record has their text
             out = target.generate(ids, **call, **drafting, **options)  # type: ignore[operator]
     except Exception as error:
         return f"no: {type(error).__name__}: {error}"

@@ -1,17 +1,17 @@
 """Measuring: several ways to generate from the same prompts, side by side in one run.
 
-Contract: `measure` runs every method on a prompt before it goes to the next prompt, so that whatever else the machine
-does meets all methods alike, and repeats that. A question of several turns is one conversation: a turn's prompt holds
-the turns before it with the answers that this method gave. It reports medians and ranges, never a best case, and
-compares every token with plain generate's. A method that cannot run at a setting has the reason in its row instead of
-figures. What is drawn from the figures, and how they get onto a screen, is not known here.
+Contract: `measure` runs every method on a prompt before the next prompt, so that other load on the machine affects all
+methods alike. It repeats the whole set. A question of several turns is one conversation: a turn's prompt holds the
+turns before it, with this method's own answers. `measure` reports medians and ranges, never a best case, and compares
+every token with plain generate's. If a method cannot run at a setting, its row has the reason in place of figures.
+This module neither draws nor prints.
 
-Tokens per forward: tokens emitted for each target forward that a row took part in, the prompt's included. Mean
-accepted tokens, as Spec-Bench's leaderboard has them: the same without the prompt's forward and its token; the
-target's own token of each step, the bonus, counts in both. Speedup: tokens per second over those of plain generate in
-the same repeat, with the same weights: of methods with packed weights over plain generate that has packed ones too,
-and beside it `speedup_over_unpacked`, over plain generate as it was. Efficiency: speedup over tokens per forward, 1
-where drafting and checking cost nothing.
+Tokens per forward: tokens emitted per target forward that a row took part in, the prompt's included. Mean accepted
+tokens, as in Spec-Bench's leaderboard: the same without the prompt's forward and its token. Both count the bonus,
+which is the target's own token of each step. Speedup: tokens per second, divided by those of plain generate in the
+same repeat with the same weights. So methods with packed weights are compared with plain generate with packed weights;
+their `speedup_over_unpacked` is the speedup over plain generate without them. Efficiency: speedup divided by tokens
+per forward; 1 if drafting and checking cost nothing.
 """
 
 import json
@@ -52,13 +52,13 @@ def measure(
     progress: bool = True,
     report: Callable[[list[dict[str, Any]]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a method, as in the JSON of [`benchmark`]. The first method must be [`plain`].
+    """Measure one setting: one row per method, as in the JSON of [`benchmark`]. The first method must be [`plain`].
 
     Args:
-        prompts: token ids, or conversations from [`~hf_clover.measure.prompts.load_questions`]. A batch is of one
-            category.
-        report: is called with the rows so far when all methods are through with a batch: those of the repeats that
-            are whole, and in the first repeat of what there is.
+        prompts: token ids, or conversations from [`~hf_clover.measure.prompts.load_questions`]. All prompts of a batch
+            have one category.
+        report: called with the rows so far, each time all methods have finished a batch. The rows cover the repeats
+            that are complete; during the first repeat they cover the batches so far.
     """
     if not methods or methods[0].name != "plain":
         raise ValueError("`methods` must begin with `plain()`: it is what the others are compared with.")
@@ -78,7 +78,7 @@ def measure(
     bar.set_description(f"batch {batch_size}, temperature {temperature:g}, {cache_implementation}")
     peaks: list[dict[str, float]] = [{} for _ in methods]
     first = [prompt_after(prompts[number], (), tokenizer) for number in groups[0]]
-    for place, method in enumerate(methods):  # what a device does only once is neither timed nor counted
+    for place, method in enumerate(methods):  # a device's one-time work is neither timed nor counted
         try:
             run_once(target, method, first, seed, options)
             with peak_memory(target.device) as peaks[place]:
@@ -105,7 +105,7 @@ def measure(
         return figures
 
     def rows(whole: int) -> list[dict[str, Any]]:
-        """Of so many repeats, but of what there is of the first at least."""
+        """The rows of the first `whole` repeats; of the first repeat as far as it has come, if `whole` is 0."""
         found = []
         for place, method in enumerate(methods):
             row = {"method": method.name, "nodes": method.nodes, "tree": method.tree, **setting}
@@ -127,11 +127,11 @@ def measure(
             category, turns = kind_of(questions[0])
             bar.set_postfix_str(f"question {number * batch_size + 1}" + (f", {category}" if category else ""))
             said: list[list[list[str]]] = [[[] for _ in group] for _ in methods]  # each method's own answers
-            parted = set()  # rows whose conversation is another one by now
+            parted = set()  # rows whose conversation differs already
             for turn in range(turns):
                 of_turn: dict[int, Run] = {}
                 for shift in range(len(methods)):
-                    place = (shift + repeat + number) % len(methods)  # nobody always comes first
+                    place = (shift + repeat + number) % len(methods)  # no method always runs first
                     if place in skipped:
                         continue
                     asked = [prompt_after(*it, tokenizer) for it in zip(questions, said[place])]
@@ -150,7 +150,7 @@ def measure(
                             of_turn[baseline(place) if methods[place].options else 0],
                         ):
                             if (place, row) not in parted:
-                                lead = _number(margin) if temperature == 0 else None  # a sample is no preference
+                                lead = _number(margin) if temperature == 0 else None  # sampling shows no preference
                                 where: dict[str, Any] = {"prompt": group[row], "position": position, "margin": lead}
                                 if isinstance(question := questions[row], Question):
                                     where |= {"turn": turn + 1, "question": question.id, "category": category}
@@ -164,8 +164,8 @@ def measure(
 
 
 def _groups(prompts: Sequence[Question | list[int]], size: int) -> list[list[int]]:
-    """Numbers of prompts that are one batch: of one kind, those of different kinds in turn. The last batch of a kind
-    begins again with its first, to be full."""
+    """The numbers of the prompts in each batch. All prompts of a batch are of one kind, and batches of different kinds
+    take turns. The last batch of a kind is filled up with the kind's first prompts."""
     by_kind: dict[tuple[str | None, int], list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_kind.setdefault(kind_of(prompt), []).append(number)
@@ -183,7 +183,7 @@ def _figures(
     is_compared: bool,
     category: str | None = None,
 ) -> dict[str, Any]:
-    """Of the runs of a category, or of all."""
+    """The figures of the runs of one category, or of all runs."""
 
     def speed(runs: list[Run]) -> float:
         return sum(run.new_tokens for run in runs) / sum(run.seconds for run in runs)
@@ -204,7 +204,7 @@ def _figures(
     total = sum(run.seconds for runs in repeats for run in runs)
     seconds["other"] = max(0.0, total - sum(seconds.values()))
     answers = sum(len(run.answers) for runs in repeats for run in runs)
-    trees = max(forwards - answers, 1)  # the prompt has none
+    trees = max(forwards - answers, 1)  # a prompt's forward has no tree
     deepest = max(len(record.accepted_by_depth) for record in records)
     by_depth = [sum(sum(record.accepted_by_depth[d : d + 1]) for record in records) for d in range(deepest)]
     lengths = [len(prompt) for run in repeats[0] for prompt in run.prompts]
@@ -227,8 +227,8 @@ def _figures(
 
 @torch.no_grad()
 def _differences(target: PreTrainedModel, run: Run, plain_run: Run) -> Iterator[tuple[int, int, float]]:
-    """Row, place and margin: where an answer first leaves plain generate's, and by how much the target prefers plain's
-    token there."""
+    """Row, place and margin of each first difference from plain generate's answer. The margin says by how much the
+    target prefers plain generate's token there."""
     for row, (mine, its) in enumerate(zip(run.answers, plain_run.answers)):
         place = first_difference(mine, its)
         if place is None:
@@ -264,10 +264,10 @@ def benchmark(
     progress: bool = True,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Every method at every setting, with what a reader must know to believe the figures.
+    """Measure every method at every setting, and record the circumstances that a reader needs to judge the figures.
 
     Args:
-        report: is called with the result so far after every batch of prompts, so that it can be kept.
+        report: called with the result so far after every batch of prompts, so that it can be saved.
     """
     prompts, left_out = that_fit(target, tokenizer, prompts, max_new_tokens)
     result = {

@@ -1,4 +1,5 @@
-"""What a reader must know to believe figures: what was asked of whom, through which template, what was left out."""
+"""What a reader needs to judge figures: the target, the prompts, the chat template, and the prompts that were left
+out."""
 
 import datetime
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def that_fit(
     prompts: Sequence[Question | list[int]],
     max_new_tokens: int,
 ) -> tuple[list[Question | list[int]], list[dict[str, Any]]]:
-    """The prompts for which the target has positions, their longest answers included, and what the others are."""
+    """The prompts that fit into the target's positions with their longest answers, and a list of the others."""
     most = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     fit: list[Question | list[int]] = []
     left_out: list[dict[str, Any]] = []
@@ -46,15 +47,15 @@ def that_fit(
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question | list[int]]) -> dict[str, Any]:
-    """What the chat template makes of a question, and whether it lets the target think first, where it has a switch
-    for that."""
+    """The chat template applied to a question, and whether the target thinks first (None: the template has no switch
+    for it)."""
     if getattr(tokenizer, "chat_template", None) is None or not any(isinstance(p, Question) for p in prompts):
         return {"chat_template": None, "thinking": None}
 
     def made(**switch: Any) -> str:
         messages = [{"role": "user", "content": "QUESTION"}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
-        return text  # type: ignore[return-value]  # of one conversation it is no list
+        return text  # type: ignore[return-value]  # for one conversation it returns no list
 
     thinking = None
     for name in ("enable_thinking", "thinking"):
@@ -64,7 +65,8 @@ def template_of(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Question |
 
 
 def _name_of(target: PreTrainedModel) -> str:
-    """Of its repository or folder; where a folder is called what it is, what its config says."""
+    """The name of the target's repository or folder. For a folder named "target" or "model": the model type and
+    size."""
     name = Path(target.config.name_or_path or "").name
     if name not in ("", "target", "model"):
         return name
@@ -78,7 +80,7 @@ def _name_of(target: PreTrainedModel) -> str:
 def circumstances(
     target: PreTrainedModel, prompt_set: str, prompts: Sequence[Any], max_new_tokens: int
 ) -> dict[str, Any]:
-    """What was asked of whom, where and when."""
+    """The target, the prompts, the machine and the date of a measurement."""
     return {
         "target": _name_of(target),
         "prompts": Path(prompt_set).name,

@@ -1,8 +1,8 @@
-"""What a report of a problem has to say of the machine and the versions on it.
+"""The machine and the versions on it, for reports of problems.
 
-Contract: `environment()` is a plain dictionary of texts, numbers and lists that JSON can hold; `as_text` is the same
-for people. Nothing in it tells who or where: no names of users or hosts, no paths, no variables of the environment.
-Something that is not there is None, and nothing that is missing or broken makes it fail.
+Contract: `environment()` returns a plain dictionary of texts, numbers and lists that JSON can hold; `as_text` makes a
+text of it. Nothing in it identifies a person or a place: no names of users or hosts, no paths, no environment
+variables. A value that is not available is None, and nothing that is missing or broken raises an error.
 """
 
 import os
@@ -79,7 +79,7 @@ def cpu_model() -> str | None:
 
 
 def _cores() -> int | None:
-    """Those this process may use."""
+    """The cores that this process may use."""
     with suppress(AttributeError, OSError):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -110,7 +110,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _attention() -> list[str]:
-    """The implementations that transformers would accept here; trees are verified by the first two."""
+    """The attention implementations that transformers accepts here; the first two can verify trees."""
     from transformers import utils
 
     optional = {
@@ -124,7 +124,7 @@ def _attention() -> list[str]:
 
 
 def _generate() -> dict[str, Any]:
-    """Whether `generate` speculates, and what of transformers is lacking where it does not."""
+    """Whether `generate` speculates, and if not, what transformers lacks."""
     from ..decoding.hook import is_installed
     from ..targets.private_api import why_unavailable
 
@@ -132,7 +132,7 @@ def _generate() -> dict[str, Any]:
 
 
 def _drafts() -> dict[str, str]:
-    """Whether they are accepted here, tried on made-up targets."""
+    """Whether drafts are accepted here, tried on made-up targets."""
     from .acceptance import tried
 
     return tried()

@@ -1,8 +1,8 @@
-"""What a result looks like as a figure, as data.
+"""A result as a figure, described by data.
 
-Contract: from the JSON of a benchmark, of an experiment, of a training run or of heads that learn to one dictionary
-that says what is to be seen: panels of lines or bars, with their labels, values and ranges. How that is drawn is not
-known here (see `plots`, which says what the dictionary holds), and no file is read or written.
+Contract: `figure_of` turns the JSON of a benchmark, of an experiment, of a training run or of heads that learn into
+one dictionary. It describes panels of lines, bars or dots, with their labels, values and ranges. `plots` documents
+this dictionary and draws it. No file is read or written here.
 """
 
 import math
@@ -17,7 +17,7 @@ KINDS = (
 )
 _SWEPT = {"batch_size": "batch size", "nodes": "drafted nodes per step", "temperature": "temperature"}
 _SETTING = ("batch_size", "temperature", "cache")
-PACKED = ", packed"  # behind the name of a method with packed weights
+PACKED = ", packed"  # ends the name of a method with packed weights
 _SPEED, _SPEEDUP = "tokens per second", "times plain generate"
 _PER_FORWARD, _EFFICIENCY = "tokens per forward", "speedup / tokens per forward"
 
@@ -55,7 +55,7 @@ def _of_benchmark(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_setting(rows: Iterable[Mapping[str, Any]]) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-    """Rows that were measured side by side."""
+    """Group rows that were measured side by side, at one setting."""
     settings: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in rows:
         settings.setdefault(tuple(row.get(name) for name in _SETTING), []).append(row)
@@ -63,8 +63,8 @@ def by_setting(rows: Iterable[Mapping[str, Any]]) -> list[tuple[dict[str, Any], 
 
 
 def compared(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
-    """Each baseline, and the rows that are compared with it: all with plain generate as it was, and where weights were
-    packed too, what has packed ones with plain generate that has them."""
+    """Each baseline, and the rows that are compared with it. All rows are compared with plain generate without packed
+    weights; rows with packed weights also with plain generate with packed weights."""
     rows = list(rows)
     packed = [row for row in rows if _is_packed(row)]
     found = [("plain generate", [_over_unpacked(row, rows) for row in rows])]
@@ -82,12 +82,13 @@ def _is_packed(row: Mapping[str, Any]) -> bool:
 
 
 def _over_own(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Older results have plain generate with packed weights over plain generate without."""
+    """The speedup of plain generate with packed weights is 1 here; older results give it over plain generate
+    without."""
     return {**row, "speedup": 1.0, "speedup_range": [1.0, 1.0], "efficiency": 1.0} if is_plain(row) else row
 
 
 def _over_unpacked(row: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Of a method with packed weights the speedup over plain generate without; what is over another is left out."""
+    """For a method with packed weights: its speedup over plain generate without them, and no efficiency."""
     if not _is_packed(row) or row.get("skipped"):
         return row
     alike = [r for r in rows if r["method"] == "plain" and all(r.get(name) == row.get(name) for name in _SETTING)]
@@ -118,7 +119,8 @@ def said_of(setting: Mapping[str, Any]) -> str:
 
 
 def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Speedup and tokens per forward of each setting, where questions have categories; first of all, then of each."""
+    """Speedup and tokens per forward at each setting, if questions have categories: of all questions, then of each
+    category."""
     panels: list[dict[str, Any]] = []
     settings = by_setting(rows)
     for setting, baseline, several in [(setting, *of) for setting, its in settings for of in compared(its)]:
@@ -151,7 +153,7 @@ def _values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def _swept(rows: list[Mapping[str, Any]]) -> str | None:
-    """The number that varies most, within a method: what the figure goes along, if anything."""
+    """The setting that takes the most values within a method: the figure's x axis. None if none varies."""
     counts = {}
     for name in _SWEPT:
         of_methods = [_values([r for r in rows if r["method"] == method], name) for method in _values(rows, "method")]
@@ -161,7 +163,7 @@ def _swept(rows: list[Mapping[str, Any]]) -> str | None:
 
 
 def label_of(row: Mapping[str, Any], rows: list[Mapping[str, Any]], swept: str | None = None) -> str:
-    """The method, and whatever else tells this row from others of the same method."""
+    """The method, and the settings that distinguish this row from others of the same method."""
     alike = [r for r in rows if r["method"] == row["method"]]
     said = {
         "tree": lambda tree: tree if tree == "chain" else f"{tree} tree",
@@ -184,7 +186,7 @@ def _series(rows: list[Mapping[str, Any]], label: str, xs: list[Any], name: str)
 
 
 def _bars(rows: list[Mapping[str, Any]], labels: list[str]) -> list[dict[str, Any]]:
-    """One setting: the methods side by side, where their time goes, and how deep the drafts are right."""
+    """The panels of one setting: the methods side by side, the parts of their time, and acceptance by depth."""
 
     def panel(title: str, unit: str, name: str, of: Any = rows, **more: Any) -> dict[str, Any]:
         shown = [(row, label) for row, label in zip(of, labels) if name != "efficiency" or not is_plain(row)]
@@ -215,19 +217,20 @@ def _bars(rows: list[Mapping[str, Any]], labels: list[str]) -> list[dict[str, An
 
 
 def _milliseconds(row: Mapping[str, Any], part: str) -> float | None:
-    """The speed is a median over the repeats and the parts are sums, so the parts are taken as shares."""
+    """Milliseconds per token of one part. The speed is a median over the repeats, and the parts are sums, so the parts
+    are used as shares."""
     seconds = row.get("seconds") or {}
     total = sum(seconds.values())
     return 1000 / row["tokens_per_second"] * seconds.get(part, 0.0) / total if total else None
 
 
 def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list[dict[str, Any]]:
-    """Several batch sizes, tree sizes or temperatures: each quantity along them, a line per method."""
+    """The panels of several batch sizes, tree sizes or temperatures: each quantity along them, one line per method."""
     everywhere, over_plain = _values(rows, swept), compared(rows)[0][1]
 
     def series(label: str, name: str) -> dict[str, Any]:
         mine = [row for row, its in zip(over_plain if name == "speedup" else rows, labels) if its == label]
-        if all(row.get(swept) is None for row in mine):  # a method without it is as fast everywhere
+        if all(row.get(swept) is None for row in mine):  # a method without this setting is equally fast everywhere
             return {**_series(mine[:1] * 2, label, [min(everywhere), max(everywhere)], name), "dashed": True}
         mine = sorted((row for row in mine if row.get(swept) is not None), key=lambda row: row[swept])
         return _series(mine, label, [row[swept] for row in mine], name)
@@ -272,7 +275,8 @@ def _note(result: Mapping[str, Any]) -> str:
 
 
 def _of_training(log: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `HeadMetrics` and `AcceptanceCallback` logged: held-out figures where there are, else the training's."""
+    """The panels of what `HeadMetrics` and `AcceptanceCallback` logged: held-out figures if there are any, else
+    training figures."""
     if not any("head_0/top1" in key for entry in log for key in entry):
         raise ValueError(
             "this trainer_state.json was not written by CloverTrainer: its log has no `head_0/top1`, the accuracy of "
@@ -321,19 +325,19 @@ def _curve(log: list[Mapping[str, Any]], name: str, label: str) -> dict[str, Any
 # ---------------------------------------------------------------------- heads that learn while they are used
 
 
-_BESIDE, _MANY = 10, 40  # entries that make one point; from how many on they do
+_BESIDE, _MANY = 10, 40  # entries averaged in one point, and the least number of entries for averaging
 _UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 def _of_learning(record: list[Mapping[str, float]]) -> dict[str, Any]:
-    """What an `OnlineLearner` noted in passing: whatever was asked meanwhile, and no benchmark."""
+    """The panels of an `OnlineLearner`'s record. It covers whatever was generated; it is no benchmark."""
     if not record:
         raise ValueError("nothing has been generated with these heads since they began to learn.")
     beside = _BESIDE if len(record) >= _MANY else 1
     parts = [record[max(end - beside, 0) : end] for end in range(1, len(record) + 1)]
     lengths = [[entry["tokens_per_forward"] for entry in part] for part in parts]
     series: dict[str, Any] = {"label": "heads that learn", "y": [sum(part) / len(part) for part in lengths]}
-    note = "tokens per forward of the target, as they came"
+    note = "tokens per forward of the target, one point per measurement"
     if beside > 1:
         series |= {"low": [min(part) for part in lengths], "high": [max(part) for part in lengths]}
         note = f"the mean of {beside} measurements, with the lowest and the highest of them"
@@ -345,7 +349,7 @@ def _of_learning(record: list[Mapping[str, float]]) -> dict[str, Any]:
     }
     reference = {"y": 1.0, "label": "plain generate"}
     same = {"kind": "lines", "ylabel": _PER_FORWARD, "reference": reference}
-    titles = ("Over what they learned from", "Over the time in use")
+    titles = ("By tokens learned from", "By time in use")
     panels = [
         {**same, "title": title, "xlabel": name, "series": [{**series, "x": x}]}
         for title, (name, x) in zip(titles, along.items(), strict=True)

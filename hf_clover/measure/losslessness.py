@@ -1,17 +1,17 @@
-"""Whether heads change a token: every prompt plainly and with heads, and a verdict on each difference.
+"""Whether heads change a token: every prompt runs without and with heads, and each difference gets a verdict.
 
 Contract: `verify` runs greedy decoding at every setting and compares each prompt's tokens with those of plain generate
-in the same batch. Where they part, plain generate's own scores there say by how much it prefers its token
-(`margin`), and the target alone, without heads or trees, says how much rounding there is (`rounding`): `explain`.
-"numerics" is a margin within the rounding, a target that, asked twice for plain text, gives two, or one whose scores
-there are NaN; any other difference is "BUG". Nothing is written to a screen here.
+in the same batch. Where they differ, `explain` finds two numbers. `margin`: by how much plain generate's own scores
+prefer its token there. `rounding`: how much the target's scores differ by rounding, measured without heads or trees.
+The verdict is "numerics" if the margin is within the rounding, if plain generate gives two different texts when run
+twice, or if its scores there are NaN. Any other difference is "BUG". Nothing is printed here.
 
 Why two numbers decide: a forward over several tokens adds the same numbers as a forward over one, in another order, so
-each of its logits is a little off. No choice between tokens can be turned by that unless their scores were closer than
-the two errors together. How large the errors are depends on dtype, depth and kernels: so it is measured, on this
-target, this text and this device, between cached steps of one token and forwards over several. What is found there
-counts as rounding only while it is small against the spread of the logits: a target that says something else when it
-reads several tokens at once is no matter of numerics. A logit itself is stored no finer than its dtype allows.
+each of its logits has a small error. Such errors cannot change the choice between two tokens unless their scores are
+closer than both errors together. The size of the errors depends on dtype, depth and kernels. So it is measured on this
+target, this text and this device, between cached steps of one token and forwards over several. A measured difference
+counts as rounding only if it is small compared with the spread of the logits: a larger one means that the target
+computes something else over several tokens. The rounding is at least the precision of the logits' dtype.
 """
 
 import inspect
@@ -43,20 +43,20 @@ from .methods import Method, first_difference, with_heads
 from .prompts import pad_id_of
 
 IDENTICAL, NUMERICS, BUG = "identical", "numerics", "BUG"
-LOOKED_BACK = 16  # tokens whose logits tell how much rounding there is
+LOOKED_BACK = 16  # tokens whose logits are used to measure the rounding
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a prompt's text with heads first leaves plain generate's, and what that means."""
+    """The first place where a prompt's text with heads differs from plain generate's, with a verdict."""
 
     prompt: int
-    position: int  # of the first other token, counted from the first new one
-    plain_token: int  # padding, where the text had ended
+    position: int  # of the first different token, counted from the first new one
+    plain_token: int  # padding if the text had ended
     heads_token: int
-    margin: float | None  # of plain generate's score of its token over that of the other, where it chose between them
-    top_two: float | None  # likewise, over the runner-up's: never more than `margin`
-    rounding: float  # a margin up to here is no preference
+    margin: float | None  # plain generate's score of its token minus that of the other, if it chose
+    top_two: float | None  # the same, minus the second-best score: never more than `margin`
+    rounding: float  # a margin up to this value is no preference
     verdict: str  # "numerics" or "BUG"
 
 
@@ -74,36 +74,36 @@ def verify(
     max_new_tokens: int = 64,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Whether heads change a token: every prompt in every setting beside plain `generate`, greedily.
+    """Check whether heads change a token: compare every prompt in every setting with plain `generate`, greedily.
 
     Args:
         target (`PreTrainedModel`):
-            The model that is sped up.
+            The model that the heads draft for.
         tokenizer (`PreTrainedTokenizerBase`):
-            The target's, for its padding.
+            The target's tokenizer, for its padding token.
         heads ([`CloverHeads`]):
-            Those to be checked.
+            The heads to check.
         prompts (`Sequence[list[int]]`):
-            As token ids.
+            The prompts, as token ids.
         prompt_set (`str`, *optional*, defaults to `"stand-in"`):
-            What the report calls them.
+            The name of the prompts in the report.
         batch_sizes (`Sequence[int]`, *optional*, defaults to `(1, 3)`):
-            Prompts at once.
+            Prompts per batch.
         nodes (`Sequence[int | None]`, *optional*, defaults to `(None, 4, 24)`):
             Drafted nodes per step; None for the automatic choice.
         trees (`Sequence[str | None]`, *optional*, defaults to `(None,)`):
             How trees are grown (`"global"`, `"levels"`, `"chain"`); None for the heads' own.
         cache_implementations (`Sequence[str]`, *optional*, defaults to `("dynamic",)`):
-            As for `generate`.
+            Caches to use, by the names that `generate` takes.
         max_new_tokens (`int`, *optional*, defaults to 64):
-            After each prompt.
+            Tokens to generate after each prompt.
         progress (`bool`, *optional*, defaults to `True`):
             Show bars.
 
     Returns:
-        `dict[str, Any]`: `verdict`, the worst of all; `rows`, one a setting, whose `differences` are empty where all
-            texts are identical; and `drafts_by_place`, how many first, second, ... drafts were `right` of those that
-            were `asked` for, each where all before it are
+        `dict[str, Any]`: `verdict`, the worst of all; `rows`, one per setting, whose `differences` are empty if all
+        texts are identical; and `drafts_by_place`, how many first, second, ... drafts were `asked` for and `right`,
+        where all drafts before were right
 
     Example:
 
@@ -170,7 +170,7 @@ def _with_heads(
 def _answered(
     target: PreTrainedModel, batch: dict[str, torch.Tensor], plain: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """Each row of `plain` [B, L] without padding, and where its answer begins."""
+    """Each row of `plain` [B, L] without padding, and the place where its answer begins."""
     ends: Any = target.generation_config.eos_token_id
     ends = torch.tensor([] if ends is None else ends).reshape(-1).to(plain)
     columns = batch["input_ids"].shape[1]
@@ -197,7 +197,7 @@ def _summary(found: Sequence[Difference], records: Sequence[Speculation], prompt
 
 
 def report_of(result: Mapping[str, Any]) -> Iterator[str]:
-    """For a reader: a line a setting, one for each difference, and the verdict."""
+    """The report's lines: one per setting, one per difference, and the verdict."""
     for row in result["rows"]:
         counts = ", ".join(f"{row[verdict]} {verdict}" for verdict in (IDENTICAL, NUMERICS, BUG) if row[verdict])
         nodes = "auto" if row["nodes"] is None else row["nodes"]
@@ -206,13 +206,13 @@ def report_of(result: Mapping[str, Any]) -> Iterator[str]:
         how = "" if row["reason"] is None else f" (decoded by {row['method']}: {row['reason']})"
         yield f"{setting}: {counts}, {row['accepted_tokens']} of {row['new_tokens']} tokens drafted{how}"
         for found in row["differences"]:
-            lead = "did not choose there" if found["margin"] is None else f"leads by {found['margin']:.2e}"
+            lead = "has no lead to compare" if found["margin"] is None else f"leads by {found['margin']:.2e}"
             yield (
                 f"    prompt {found['prompt']}, token {found['position']}: {found['heads_token']} with heads, "
                 f"{found['plain_token']} plainly, which {lead} (rounding: {found['rounding']:.2e}): {found['verdict']}"
             )
     shares = [f"{place['right'] / place['asked']:.0%}" for place in result["drafts_by_place"] if place["asked"]]
-    yield f"drafts that are right, each where those before it are: {', '.join(shares)}"
+    yield f"right drafts at places 1, 2, ..., where all before them are right: {', '.join(shares)}"
     setting = f"{result['target']}, {result['dtype']} on {result['device']}"
     yield f"{setting}, {result['num_prompts']} {result['prompts']} prompts: {result['verdict']}"
     if not any(row["accepted_tokens"] for row in result["rows"]):
@@ -233,9 +233,10 @@ def explain(
     options: dict[str, Any],
     first_prompt: int = 0,
 ) -> list[Difference]:
-    """Every row in which `heads` [B, L] is another text than `plain` [B, L'], both greedy, of one batch of prompts.
+    """Explain every row in which `heads` [B, L] differs from `plain` [B, L']; both are greedy texts of one batch of
+    prompts.
 
-    `options` of plain `generate`, which is asked again, for its scores.
+    `options`: of plain `generate`, which is run again to get its scores.
     """
     pad = options.get("pad_token_id") or 0
     plain, heads = _of_one_length((plain, heads), pad)
@@ -259,9 +260,9 @@ def explain(
         elif place - start < len(again.scores):
             scores = again.scores[place - start][row].float()  # [V]
             best, second = scores.topk(2).values.tolist()
-            if scores.isnan().any():  # plain generate had nothing to choose by
+            if scores.isnan().any():  # plain generate could not choose
                 verdict = NUMERICS
-            elif scores[its] == best:  # else its text had ended before, and this is padding
+            elif scores[its] == best:  # otherwise its text had ended, and this is padding
                 margin, top_two = best - float(scores[mine]), best - second
                 verdict = NUMERICS if margin <= rounding else BUG
         figures: dict[str, Any] = {"margin": _finite(margin), "top_two": _finite(top_two), "rounding": rounding}
@@ -279,23 +280,25 @@ class _Until(StoppingCriteria):
 
 
 def _of_one_length(texts: Sequence[torch.Tensor], pad: int) -> list[torch.Tensor]:
-    """[B, L] each: what ended before the longest, padded as plain generate pads the rows of a batch."""
+    """The texts [B, L] each, with L the longest; shorter ones are padded as plain generate pads the rows of a
+    batch."""
     length = max(text.shape[1] for text in texts)
     return [torch.nn.functional.pad(text, (0, length - text.shape[1]), value=pad) for text in texts]
 
 
 def _finite(value: float | None) -> float | None:
-    """A token that a processor has ruled out has no margin that JSON could hold."""
+    """`value` if it is finite, else None: a token that a processor forbids has an infinite margin, which JSON cannot
+    hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
 @torch.no_grad()
 def rounding_after(target: PreTrainedModel, text: torch.Tensor) -> float:
-    """How far apart the target's scores of two tokens may come to be by rounding, after `text` [L].
+    """By how much rounding may change the difference of the target's scores of two tokens after `text` [L].
 
-    Four times the largest error of a logit: of storing it in the target's dtype, or of computing it, which shows
-    between forwards over one token and over several. Twice because two logits are compared, and twice again because
-    what a few forwards show, often of a short text, is not the worst there is.
+    It is four times the largest error of a logit. That error comes from storing the logit in the target's dtype, or
+    from computing it, which is measured between forwards over one token and over several. One factor of two is for the
+    comparison of two logits. The other is for errors larger than those of a few forwards, often over a short text.
     """
     count = min(LOOKED_BACK, len(text) - 1)
     whole = _last_logits(target, text, (len(text),), count + 1)
@@ -310,7 +313,8 @@ def rounding_after(target: PreTrainedModel, text: torch.Tensor) -> float:
 
 
 def _last_logits(target: PreTrainedModel, text: torch.Tensor, widths: Sequence[int], keep: int) -> torch.Tensor:
-    """[keep, V] in float32, from forwards over so many tokens of `text` [L] after each other, on one cache."""
+    """The last logits [keep, V] in float32, from one forward for each of `widths`, its number of tokens of `text` [L],
+    on one cache."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     keeps_few = "logits_to_keep" in inspect.signature(target.forward).parameters
     parts, done = [], 0

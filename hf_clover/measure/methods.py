@@ -1,4 +1,4 @@
-"""Ways to generate that are compared: plainly, with heads, with packed weights, by prompt lookup. Where two part."""
+"""The ways to generate that are compared: plain, with heads, with packed weights, by prompt lookup."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -24,10 +24,10 @@ class Method:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    nodes: int | None = None  # drafted per step; None: automatic
+    nodes: int | None = None  # drafted nodes per step; None: automatic
     tree: str | None = None  # None: the heads' own
     is_exact: bool = True  # whether sampling promises the tokens of plain sampling from the same seed
-    target: PreTrainedModel | None = None  # in place of the one that is measured
+    target: PreTrainedModel | None = None  # used in place of the measured target
 
     @property
     def heads(self) -> DraftHeads | None:
@@ -60,7 +60,7 @@ def with_heads(
 
 
 def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
-    """The same with a packed copy of the target, to which copies of the heads are bound."""
+    """The same methods with a packed copy of the target; copies of the heads are bound to it."""
     packed_target = copy.deepcopy(target)
     pack_for_cpu(packed_target)
     copies = {method.heads: copy.deepcopy(method.heads) for method in methods if method.heads is not None}
@@ -74,13 +74,15 @@ def packed(target: PreTrainedModel, methods: Sequence[Method]) -> list[Method]:
 
 
 def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, DraftHeads] | None = None) -> Method:
-    """What to compare with: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other heads).
+    """The method that `text` names: "prompt-lookup", "assistant:MODEL" (a smaller model), or "NAME:HEADS" (other
+    heads).
 
-    Heads may have a size and a tree behind their name: "NAME@8:HEADS", "NAME@7-chain:HEADS", "NAME@auto-levels:HEADS".
+    The name of heads may be followed by a size and a tree: "NAME@8:HEADS", "NAME@7-chain:HEADS",
+    "NAME@auto-levels:HEADS".
 
     Args:
-        loaded: heads by their folder or id, and those that `text` may name without one ("heads@8"); what is not in it
-            is loaded and put there.
+        loaded: heads by their folder or id, and heads that `text` may name without one ("heads@8"). Heads that are not
+        in it are loaded and added.
     """
     name, _, path = text.partition(":")
     name, has_size, size = name.partition("@")
@@ -96,7 +98,7 @@ def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, DraftHead
     is_count = count == "auto" or (count.isdecimal() and int(count) > 0)
     if not is_count or tree not in ("", *CHOICES["draft_tree"]) or (has_size and name == "assistant"):
         raise ValueError(
-            f"`against={text!r}`: behind the `@` of heads stands a number of nodes or auto, and if wanted a tree "
+            f"`against={text!r}`: after `@` heads take a number of nodes or auto, and optionally a tree "
             f"({', '.join(CHOICES['draft_tree'])}), as in 'medusa@8:HEADS' or 'medusa@7-chain:HEADS'."
         )
     if name == "assistant":
@@ -111,7 +113,7 @@ def parse_method(text: str, target: PreTrainedModel, loaded: dict[str, DraftHead
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts part, or the shorter one ends; None where they are the same."""
+    """The first place where two texts differ, or where the shorter one ends; None if they are the same."""
     shorter = min(len(one), len(other))
     end = shorter if len(one) != len(other) else None
     return next((place for place in range(shorter) if one[place] != other[place]), end)

@@ -1,7 +1,7 @@
 """The panels of a figure: lines, bars and dots, as `plots` describes them.
 
-Contract: `draw_panel` puts a panel's data onto axes that are there, and says what its legend must tell. Where panels
-stand, and what stands around them, is not known here. Lengths are inches.
+Contract: `draw_panel` draws a panel's data on given axes, and returns the entries of its legend. It does not know
+where panels are placed, or what is around them. Lengths are in inches.
 """
 
 import re
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BAR, _DOT, _NAME, _GAP = 0.22, 0.09, 0.32, 0.14  # a bar, a dot, the least room for a category's name, and between two
-_MARKED = 40  # points of a line; more of them would be a caterpillar
+_BAR, _DOT, _NAME, _GAP = 0.22, 0.09, 0.32, 0.14  # a bar, a dot, the least room for a category's name, a gap
+_MARKED = 40  # most points of a line that get markers
 
 
 @dataclass
 class Drawn:
-    """A panel on the page, with what its legend has to say."""
+    """A panel on the page, with the entries of its legend."""
 
     axes: "Axes"
     title: str
@@ -29,12 +29,12 @@ class Drawn:
 
 
 def room_of(panel: Mapping[str, Any], count: int) -> float:
-    """Of a category with so many bars or dots."""
+    """The height of a category with `count` bars or dots."""
     return max(count * (_BAR if panel["kind"] == "bars" else _DOT), _NAME) + _GAP
 
 
 def places_of(panel: Mapping[str, Any]) -> dict[str, int]:
-    """Category -> how many bars it has side by side, from the top; nothing for lines."""
+    """Category -> its number of bars or dots, in order from the top; empty for lines."""
     if panel["kind"] == "lines":
         return {}
     counts = Counter(x for series in panel["series"] for x in series["x"])
@@ -88,7 +88,7 @@ def _draw_lines(drawn: Drawn, panel: Mapping[str, Any], looks: Mapping[str, tupl
     levels = [axes.dataLim.y0, axes.dataLim.y1, *([panel["reference"]["y"]] if "reference" in panel else [])]
     bottom, top = min(levels), max(levels)
     if 0 <= bottom < top / 3 or bottom > 0.8 * top > 0:
-        axes.set_ylim(0, 1.06 * top)  # nothing hides below, and nothing small looks large
+        axes.set_ylim(0, 1.06 * top)  # from 0, so that no small difference looks large
     if axes.dataLim.y1 >= 10_000:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     axes.set_xlabel(textwrap.fill(panel.get("xlabel", ""), 60))
@@ -147,12 +147,12 @@ def _draw_bars(
             if "low" in series:
                 low, end = series["low"][i], max(series["high"][i], value)
                 axes.plot([low, end], [place, place], color=axes.yaxis.label.get_color(), linewidth=1.1, zorder=3)
-            _write(axes, _number(value), max(end, 0.0), place)  # of a bar to the left, where it begins
+            _write(axes, _number(value), max(end, 0.0), place)  # for a negative bar at its start
     if stacked:
         for category, end in ends.items():
             _write(axes, _number(end) if end else "–", end, middles[category])
     if len(panel["series"]) == 1 or all(set(series["x"]) == {series["label"]} for series in panel["series"]):
-        drawn.series = {}  # each bar is named where it stands
+        drawn.series = {}  # each bar has its name beside it
     axes.set_xlim(min([0.0, *values]), most * 1.16)
     _name_categories(axes, panel, middles, top)
 
@@ -169,7 +169,7 @@ def _name_categories(axes: "Axes", panel: Mapping[str, Any], middles: Mapping[st
 def _draw_dots(
     drawn: Drawn, panel: Mapping[str, Any], places: dict[str, int], looks: Mapping[str, tuple[str, str]]
 ) -> None:
-    """A stripe for each category, and in it the series below each other, each with its range."""
+    """Draw a stripe for each category, and in it one dot per series, below each other, each with its range."""
     axes, middles, bottom = drawn.axes, {}, 0.0
     for number, (category, count) in enumerate(places.items()):
         room = room_of(panel, count)
@@ -198,7 +198,7 @@ def _draw_dots(
 
 
 def _write(axes: "Axes", text: str, x: float, y: float) -> None:
-    """Behind the end of a bar, or beside a dot. A line that passes there stops at the words."""
+    """Write `text` after the end of a bar. Its background hides lines that pass there."""
     paper = {"boxstyle": "square,pad=0.1", "facecolor": axes.get_facecolor(), "edgecolor": "none"}
     look: dict[str, Any] = {"va": "center_baseline", "fontsize": 8, "zorder": 4, "bbox": paper}
     axes.annotate(text, (x, y), (3, 0), textcoords="offset points", **look)
@@ -210,7 +210,7 @@ def _is_deep(colour: str) -> bool:
 
 
 def _wrapped(name: str, columns: int = 24) -> str:
-    """A long name in as few lines as it needs, of much the same length, broken where names have joints."""
+    """A long name in as few lines as possible, of similar lengths, broken after spaces, colons, slashes and commas."""
 
     def broken(columns: int) -> list[str]:
         lines = [""]

@@ -1,6 +1,6 @@
-"""Pictures of results: a figure given as data becomes a PNG, for light pages and for dark ones.
+"""Pictures of results: a figure given as data becomes a PNG, for light and for dark pages.
 
-Contract: `draw` knows no benchmark, experiment or training; whatever it draws is in the dictionary
+Contract: `draw` knows no benchmark, experiment or training. Everything that it draws is in this dictionary:
 
     {"title": ..., "note": small print under the figure, "panels": [
       {"kind": "lines" | "bars" | "dots", "title": ..., "xlabel": ..., "ylabel": ...,
@@ -11,10 +11,9 @@ Contract: `draw` knows no benchmark, experiment or training; whatever it draws i
                    "low": [...], "high": [...],           # optional: the range around each y
                    "dashed": true}]}]}                    # of lines, optional
 
-The x of bars and dots are names of categories, and a category takes room only for the series that have it. Bars lie,
-so that long names can be read. Dots are for many categories of many series, whose values nobody could write beside
-them. A label has the same colour in all panels. matplotlib's global state is neither used nor
-changed.
+The x of bars and dots are names of categories. A category has room only for the series that contain it. Bars are
+horizontal, so that long names can be read. Dots are for many categories of many series, where there is no room for
+written values. A label has the same colour in all panels. matplotlib's global state is neither used nor changed.
 """
 
 import json
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 175  # 1680 pixels at full width: two for each pixel of a column of text on the Hub
-_WIDE, _NARROW, _MARGIN = 9.6, 7.0, 0.15  # inches, as all lengths here
+_WIDE, _NARROW, _MARGIN = 9.6, 7.0, 0.15  # inches, as are all lengths here
 _LINES_HEIGHT, _AROUND_BARS = 3.0, 1.05
 LEARNING = "learning.json"  # in the folder of an `OnlineLearner`
 _MARKERS = "osD^vPX*"
@@ -51,7 +50,7 @@ THEMES = {
         "parts": ["#8fd0d3", "#4b9aa3", "#2a6570", "#4a525c"],
     },
 }  # fmt: skip
-# A method has its colour in every figure; what is not here takes the first colour that is free.
+# A method has the same colour in every figure. A method that is not listed takes the first free colour.
 _METHODS = {"clover-2": 0, "medusa": 1, "clover": 2, "prompt-lookup": 3, "assistant": 4, "clover-x": 5}
 _PARTS = ("verify", "draft", "walk", "other")
 
@@ -65,13 +64,14 @@ def draw(figure: Mapping[str, Any], path: str | os.PathLike, dark: bool = False)
 
 
 def plot(json_path: str | os.PathLike, out: str | os.PathLike | None = None) -> list[Path]:
-    """NAME.png and NAME-dark.png of NAME.json, or of a folder's learning.json, beside it or in the folder `out`."""
+    """Draw NAME.png and NAME-dark.png from NAME.json, or from a folder's learning.json; beside it, or in the folder
+    `out`."""
     json_path = Path(json_path)
     if json_path.is_dir():
         json_path /= LEARNING
         if not json_path.exists():
             raise ValueError(
-                f"{json_path.parent} holds no {LEARNING}, which heads that learn leave: pass a JSON file."
+                f"{json_path.parent} holds no {LEARNING}, which heads that learn write: pass a JSON file."
             )
     try:
         figure = figure_of(json.loads(json_path.read_text(encoding="utf-8")))
@@ -93,8 +93,8 @@ def _matplotlib() -> Any:
 
 
 def save(page: "Figure", path: str | os.PathLike) -> Path:
-    """As a PNG of at most 256 colours, a third of the size."""
-    from PIL import Image  # which matplotlib needs too
+    """Save as a PNG of at most 256 colours, which is a third of the size."""
+    from PIL import Image  # matplotlib needs it, too
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def save(page: "Figure", path: str | os.PathLike) -> Path:
 
 
 def settings(theme: Mapping[str, Any]) -> Any:
-    """matplotlib's own defaults, whatever the user's are, in these colours."""
+    """matplotlib's own defaults in the colours of `theme`, whatever the user's settings are."""
     matplotlib = _matplotlib()
     default = {name: value for name, value in matplotlib.rcParamsDefault.items() if name != "backend"}  # the user's
     colours = {
@@ -139,10 +139,10 @@ def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
     grid, looks = page.add_gridspec(len(rows), columns, height_ratios=heights), _looks(panels, theme)
     drawn: list[list[Drawn]] = []
     for number, row in enumerate(rows):
-        spans = range(columns) if len(row) == columns else [slice(None)]  # the last one alone takes the whole row
+        spans = range(columns) if len(row) == columns else [slice(None)]  # a single last panel takes the whole row
         places = [places_of(panel) for panel in row]
         is_named = len(row) == 2 and list(places[0]) == list(places[1]) != []
-        if is_named:  # the left panel names the categories of both, so they stand at the same height
+        if is_named:  # the left panel names the categories of both, which have the same heights
             places = [{category: max(count, places[1][category]) for category, count in places[0].items()}] * 2
         axes = [page.add_subplot(grid[number, span]) for span in spans]
         drawn.append([draw_panel(*it, looks) for it in zip(axes, row, places)])
@@ -167,7 +167,7 @@ def build(figure: Mapping[str, Any], theme: Mapping[str, Any]) -> "Figure":
     layout: Any = page.get_layout_engine()  # the constrained one
     layout.set(rect=room, w_pad=0.06, h_pad=0.08, wspace=0.05, hspace=0.02)
 
-    page.draw_without_rendering()  # now the panels have their widths
+    page.draw_without_rendering()  # fixes the panels' widths
     for row in drawn:
         legends = [_own_legend(panel) for panel in row]
         pad = 7 + max((72 * _inches(legend)[1] + 4 for legend in legends if legend), default=0)
@@ -195,7 +195,7 @@ def _width(axes: "Axes") -> float:
 
 
 def _put(artist: Any, x: float, y: float) -> None:
-    """The upper left corner, in fractions of the page."""
+    """Move the artist's upper left corner to (x, y), in fractions of the page."""
     if hasattr(artist, "set_bbox_to_anchor"):
         artist.set_bbox_to_anchor((x, y))
     else:
@@ -203,7 +203,7 @@ def _put(artist: Any, x: float, y: float) -> None:
 
 
 def _fitted(text: str, width: float, make: Callable[[str], Any]) -> Any:
-    """The text in as few lines as it needs to be no wider than so many inches; its own line breaks stay."""
+    """The text in as few lines as possible, none wider than `width` inches; its own line breaks stay."""
     if not text:
         return None
     ways = [[textwrap.fill(line, n, break_on_hyphens=False) for line in text.splitlines()] for n in range(200, 8, -4)]
@@ -218,7 +218,7 @@ def _fitted(text: str, width: float, make: Callable[[str], Any]) -> Any:
 
 
 def _looks(panels: list[Mapping[str, Any]], theme: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Label -> colour and marker: those of its method, or else the first that nothing beside it has."""
+    """Label -> colour and marker: those of its method, else the first that no other label in the same panels has."""
     labels = dict.fromkeys(series["label"] for panel in panels for series in panel["series"])
     known = dict(zip(_PARTS, theme["parts"])) | {"plain": theme["plain"]}
     looks = {label: (known[label], ".") for label in labels if label in known}
@@ -241,7 +241,7 @@ def _looks(panels: list[Mapping[str, Any]], theme: Mapping[str, Any]) -> dict[st
 
 
 def _shared_legend(page: "Figure", panels: list[Drawn], width: float) -> Any:
-    """One legend for all panels, where one of them shows all series that there are."""
+    """One legend for all panels, if one of them shows all series."""
     fullest = max(panels, key=lambda panel: len(panel.series)).series
     if sum(len(panel.series) > 0 for panel in panels) < 2 or len(fullest) < 2:
         return None
@@ -253,13 +253,13 @@ def _shared_legend(page: "Figure", panels: list[Drawn], width: float) -> Any:
 
 
 def _own_legend(panel: Drawn) -> Any:
-    """Between the title and the panel, so that it covers nothing."""
+    """The panel's own legend, between title and panel, so that it covers nothing."""
     entries = {**panel.series, **panel.reference}
     return _legend(panel.axes, entries, _width(panel.axes), loc="lower left", borderaxespad=0.3) if entries else None
 
 
 def _legend(parent: Any, entries: Mapping[str, Any], width: float, **where: Any) -> Any:
-    """In as few rows as there is room for."""
+    """A legend in as few rows as fit into `width`."""
     for rows in range(1, len(entries) + 1):
         legend = parent.legend(
             list(entries.values()), list(entries), ncols=math.ceil(len(entries) / rows), bbox_to_anchor=(0, 1),
@@ -271,7 +271,7 @@ def _legend(parent: Any, entries: Mapping[str, Any], width: float, **where: Any)
 
 
 def _thin_out(axes: "Axes") -> None:
-    """Of ticks that stand where the values are, leave out those whose labels would touch."""
+    """Where ticks are set at the values, remove those whose labels would touch."""
     from matplotlib.ticker import FixedLocator
 
     if not isinstance(axes.xaxis.get_major_locator(), FixedLocator):

@@ -1,10 +1,9 @@
-"""What to generate from: prompt sets by name, and the Python sources that every installation has.
+"""Prompts for measuring: prompt sets by name, and the Python sources that every installation has.
 
-Contract: `load_questions(name, tokenizer)` gives conversations to hold, and `load_prompts` the token ids that each
-begins with. Of a set whose rows have a `category` both take one of each category in turn. `HELD_OUT` names modules of
-the standard library that the stand-in never sees in training; its prompts for measuring are taken from them and from
-nowhere else. Sources are read as files, never imported, and nothing is downloaded unless the name is a dataset's on
-the Hub.
+Contract: `load_questions(name, tokenizer)` returns conversations, and `load_prompts` the token ids that each begins
+with. If the rows of a set have a `category`, both take one row of each category in turn. `HELD_OUT` names modules of
+the standard library that the stand-in never sees in training; all its prompts for measuring come from them. Sources
+are read as files, never imported. Nothing is downloaded unless the name is that of a dataset on the Hub.
 """
 
 import ast
@@ -23,14 +22,14 @@ from ..targets.loading import check_path
 
 logger = logging.get_logger(__name__)
 
-# Ordinary code and prose, of many authors and subjects; every Python from 3.10 on has them.
+# Modules of ordinary code and prose, by many authors and on many subjects; every Python from 3.10 on has them.
 HELD_OUT = (
     "bisect", "calendar", "cmd", "colorsys", "configparser", "csv", "filecmp", "fnmatch", "fractions", "getopt",
     "graphlib", "heapq", "mailbox", "netrc", "plistlib", "queue", "sched", "shlex", "statistics", "string",
     "textwrap", "timeit", "uuid", "wave", "zipapp",
 )  # fmt: skip
 STAND_IN = "stand-in"
-# What people ask, of several kinds, for a target with a chat template.
+# Questions of several kinds that people ask, for a target with a chat template.
 EVERYDAY = "everyday"
 QUESTIONS = (
     "Write a short letter to a friend who has moved away.",
@@ -46,21 +45,21 @@ SPEC_BENCH = (
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "translation",
     "summarization", "qa", "math_reasoning", "rag",
 )  # fmt: skip
-NO_CATEGORY = "none"  # of a question among others that have one
-_FIELDS = ("messages", "turns", "prompt", "question", "instruction", "text")  # of a question, the first that is there
+NO_CATEGORY = "none"  # category of a question without one, among others that have one
+_FIELDS = ("messages", "turns", "prompt", "question", "instruction", "text")  # the first that a row has is used
 
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation: what is said in each turn, where it waits for an answer before the next."""
+    """One conversation: the user's messages of each turn. Each turn is answered before the next one."""
 
     turns: Sequence[list[dict[str, str]]]  # messages, without the answers
     category: str | None = None
     id: Any = None
 
     def encode(self, tokenizer: Any, answers: Sequence[str] = ()) -> list[int]:
-        """The prompt of the turn after so many answers: all that was said, through the chat template where there is
-        one, else as a text with an empty line between."""
+        """The prompt of the turn after these answers: all messages so far, through the chat template if there is one,
+        else as a text with empty lines between them."""
         messages = list(self.turns[0])
         for answer, turn in zip(answers, self.turns[1:]):
             messages += [{"role": "assistant", "content": answer}, *turn]
@@ -70,7 +69,7 @@ class Question:
 
 
 def default_prompts(tokenizer: Any) -> str:
-    """The set to take where nobody names one: questions for a target that is made to answer them."""
+    """The set to use if the user names none: questions for a target with a chat template, else the stand-in's."""
     return STAND_IN if tokenizer.chat_template is None else EVERYDAY
 
 
@@ -79,25 +78,25 @@ def prompt_after(prompt: Question | list[int], answers: Sequence[str], tokenizer
 
 
 def kind_of(prompt: Question | list[int]) -> tuple[str | None, int]:
-    """Its category and how many turns it has."""
+    """The prompt's category, and its number of turns."""
     return (prompt.category, len(prompt.turns)) if isinstance(prompt, Question) else (None, 1)
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Sequence[dict[str, Any]], **options: Any) -> list[int]:
-    """Token ids of a text as it is, or of messages through the chat template with its `options`, up to where the
-    answer begins."""
+    """Token ids of a text, unchanged, or of messages through the chat template with its `options`, up to the beginning
+    of the answer."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, **options)["input_ids"]
 
 
 def pad_id_of(tokenizer: Any) -> int | None:
-    """What rows of a batch are filled with: where there is no such token, the one that ends a text."""
+    """The token that fills rows of a batch: the padding token, else the one that ends a text."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
 
 def load_prompts(name: str, tokenizer: Any, limit: int | None = None, split: str = "train") -> list[list[int]]:
-    """The first turns of [`load_questions`], as token ids."""
+    """The first turns of the conversations of [`load_questions`], as token ids."""
     questions = load_questions(name, tokenizer, limit, split=split)
     return [question.encode(tokenizer) if isinstance(question, Question) else question for question in questions]
 
@@ -105,15 +104,15 @@ def load_prompts(name: str, tokenizer: Any, limit: int | None = None, split: str
 def load_questions(
     name: str, tokenizer: Any, limit: int | None = None, per_category: int | None = None, split: str = "train"
 ) -> list[Question | list[int]]:
-    """The first conversations of a set, always the same.
+    """Load the first conversations of a set, always the same.
 
     Args:
         name: "everyday" (questions that people ask); "stand-in" (starts of functions that the stand-in has not seen,
             as token ids); a file of questions such as Spec-Bench's or MT-bench's (JSON lines with `turns` and
-            `category`, or with another of the fields that datasets use); a .txt file with a prompt a line; or a
+            `category`, or with another of the fields that datasets use); a .txt file with one prompt per line; or a
             dataset: a folder, or an id on the Hub.
-        limit: of all of them, one of each category in turn.
-        per_category: of each category.
+        limit: the most conversations to load, one of each category in turn.
+        per_category: the most conversations of each category.
     """
     check_path(name, "dataset")
     if name == STAND_IN:
@@ -156,15 +155,15 @@ def _rows(name: str, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _categories_of(name: str, rows: list[dict[str, Any]]) -> list[str | None]:
-    """One for each row. What Spec-Bench does not know is taken as it is named, but said: it may be a slip of the
-    pen."""
+    """A category for each row. Categories that Spec-Bench does not have are used, with a warning: they may be typing
+    errors."""
     given = [str(row["category"]) if row.get("category") else None for row in rows]
     if not any(given):
         return given
     if None in given:
         logger.warning(
             f"`prompts={name!r}`: {given.count(None)} of {len(rows)} questions have no `category`; their results are "
-            f"those of {NO_CATEGORY!r}."
+            f"listed under {NO_CATEGORY!r}."
         )
     unknown = [repr(category) for category in dict.fromkeys(given) if category not in (None, *SPEC_BENCH)]
     if unknown:
@@ -174,7 +173,8 @@ def _categories_of(name: str, rows: list[dict[str, Any]]) -> list[str | None]:
 
 
 def _questions(name: str, rows: list[dict[str, Any]], per_category: int | None) -> Iterator[Question]:
-    """One of each category, and again: whoever breaks off has seen all of them."""
+    """One question of each category, then the next of each, so that a measurement that is broken off covers all
+    categories."""
     by_category: dict[str | None, list[int]] = {}
     for place, category in enumerate(_categories_of(name, rows)):
         by_category.setdefault(category, []).append(place)
@@ -188,7 +188,8 @@ def _questions(name: str, rows: list[dict[str, Any]], per_category: int | None) 
 
 
 def _turns_in(where: str, row: dict[str, Any]) -> list[list[dict[str, str]]]:
-    """A text is a turn, a list of texts one each; messages are one turn, up to the last that is not an answer."""
+    """The turns in a row: a text is one turn, each text of a list is one turn, and messages are one turn, without
+    answers at the end."""
     field = next((field for field in _FIELDS if row.get(field)), None)
     if field is None:
         raise ValueError(f"{where}: no field of {sorted(row)} is a prompt; known are {list(_FIELDS)}.")
@@ -221,8 +222,8 @@ def held_out_sources() -> dict[str, str]:
 
 
 def functions(source: str) -> Iterator[tuple[str, str, int]]:
-    """Every function and method with a docstring and something to do: its name, its text without the indentation it
-    stands at, and how many of its lines come before the code."""
+    """Every function and method with a docstring and code: its name, its text without the outer indentation, and how
+    many of its lines are before the code."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
@@ -231,9 +232,9 @@ def functions(source: str) -> Iterator[tuple[str, str, int]]:
 
 
 def function_starts() -> Iterator[str]:
-    """Functions that nobody has learned, up to their first line of code; one of each module in turn.
+    """The beginnings of held-out functions, up to their first line of code; one of each module in turn.
 
-    Without the line break, which a tokenizer joins with the indentation that comes after it.
+    The last line break is left out, since a tokenizer joins it with the indentation that follows.
     """
     by_module = []
     for source in held_out_sources().values():

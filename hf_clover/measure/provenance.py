@@ -21,7 +21,7 @@ _VERSIONS_OF = ("hf-clover", "transformers", "torch", "trl", "peft", "datasets",
 
 
 def provenance() -> dict[str, Any]:
-    """What figures must say of where they come from: `command`, `machine` and `versions`, for the results."""
+    """The origin of figures: `command`, `machine` and `versions`, for the results."""
     words = [_public(before, word) for before, word in zip(["", *sys.argv], sys.argv)]
     torch, machine = sys.modules.get("torch"), f"{cpu_model() or ''}, {os.cpu_count()} cores"
     if torch is not None and torch.cuda.is_available():
@@ -33,7 +33,7 @@ def provenance() -> dict[str, Any]:
 
 
 def _public(before: str, word: str) -> str:
-    """A word of the command line without a token's value; of a path the last part."""
+    """A word of the command line, without a token's value and without a path's folders."""
     if _TOKEN_OPTION.fullmatch(before):
         return _HIDDEN
     name, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
@@ -43,13 +43,13 @@ def _public(before: str, word: str) -> str:
 
 
 def without_tokens(text: str) -> str:
-    """`text` without the user's access token, and without whatever looks like one."""
+    """`text` without the user's access token and anything that looks like one."""
     token = get_token()
     return TOKEN.sub(_HIDDEN, text.replace(token, _HIDDEN) if token else text)
 
 
 def without_folders(value: Any) -> Any:
-    """Of absolute paths the last part."""
+    """`value` with only the last part of each absolute path."""
     if isinstance(value, Mapping):
         return {name: without_folders(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

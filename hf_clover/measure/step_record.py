@@ -1,9 +1,9 @@
 """Watching `generate`: which tokens came out of which forward of the target.
 
-Contract: a `StepRecord` is a streamer that also hears of the target's forwards. Of the tokens of one forward the last
-is the target's own and the others came free: drafted, and confirmed by that same forward. That is all it knows, so it
-serves any way to generate: with heads, plainly, with transformers' own assistants. It changes no token, and keeps no
-exception from its caller.
+Contract: a `StepRecord` is a streamer that also notices the target's forwards. The last token of a forward is the
+target's own. The tokens before it were drafted, and the same forward confirmed them. It knows nothing else, so it
+works with every way to generate: with heads, plain, with transformers' own assistants. It changes no token and hides
+no exception.
 """
 
 import time
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class StepRecord(BaseStreamer):
-    """A streamer that also hears of the target's forwards: the tokens that came out of each, and the seconds."""
+    """A streamer that also notices the target's forwards, and records the tokens of each and the seconds."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
-        self.times: list[float] = []  # of each token, in seconds from the prompt's forward on
+        self.times: list[float] = []  # time of each token, in seconds from the prompt's forward on
         self.seconds = 0.0
-        self.plain_step: float | None = None  # seconds, where the automatic budget has seen any
+        self.plain_step: float | None = None  # seconds; None if the automatic budget has measured none
         self._has_seen_prompt, self._start = False, 0.0
 
     def generate(self, target: "PreTrainedModel", inputs: Mapping[str, Any], heads: Any = None, **options: Any) -> Any:
-        """`target.generate`, watched; returns its output, always as a dictionary."""
+        """Run and watch `target.generate`. Returns its output, always as a dictionary."""
         with self.listening(target):
             options = {"assistant_model": heads, "return_dict_in_generate": True, **options}
             out = target.generate(**inputs, streamer=self, **options)  # type: ignore[operator]
@@ -47,10 +47,10 @@ class StepRecord(BaseStreamer):
             yield
         finally:
             hook.remove()
-            self.end()  # also of a text that was broken off
+            self.end()  # also if the text was broken off
 
     def new_step(self, *_: Any) -> None:
-        if not any(self.steps):  # with the forward of the prompt, not with what is looked into once per target
+        if not any(self.steps):  # time starts with the prompt's forward, after one-time trials of the target
             self._start = time.perf_counter()
         self.steps.append([])
 
@@ -62,7 +62,8 @@ class StepRecord(BaseStreamer):
         self._has_seen_prompt = True
 
     def end(self) -> None:
-        """The text is over. What heads learn after it is no part of its time. A second call finds nothing to do."""
+        """The text is over: stop the time, so that what heads learn later is not counted. A second call does
+        nothing."""
         if self._start and not self.seconds:
             self.seconds = time.perf_counter() - self._start
 
@@ -71,7 +72,7 @@ class StepRecord(BaseStreamer):
         return [token for step in self.steps for token in step]
 
     def figures(self) -> dict[str, float]:
-        """Tokens per forward are those of one text; a forward that gave no token (half a prompt) is no step."""
+        """The figures of one text. A forward without a token (a part of a prompt) is not counted."""
         forwards, tokens = sum(map(bool, self.steps)), len(self.tokens)
         return {
             "new_tokens": tokens,
@@ -82,7 +83,7 @@ class StepRecord(BaseStreamer):
         }
 
     def summary(self) -> str:
-        """The figures in one line, with the speed over plain generate where it can be told from plain steps."""
+        """The figures in one line, with the speedup over plain generate if the time of plain steps is known."""
         said = self.figures()
         per_forward, speed = f"{said['tokens_per_forward']:.2f} tokens per forward", said["tokens_per_second"]
         over_plain = ""

@@ -1,8 +1,8 @@
-"""A benchmark's result on a screen.
+"""A benchmark's result as tables on a screen.
 
-Contract: `tables_of` turns rows of the benchmark's JSON into tables of rich, `category_tables_of` makes those by
-category of each setting whose questions have any, and `notes_of` says under them what a table cannot hold. All rows of
-a table are compared with one baseline, which its title names. Nothing is computed here but shares of the time.
+Contract: `tables_of` turns rows of the benchmark's JSON into tables of rich. `category_tables_of` makes a table by
+category for each setting whose questions have categories. `notes_of` returns the lines under the tables. All rows of a
+table are compared with one baseline, which its title names. Only shares of the time are computed here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ _PARTS = ("draft", "verify", "walk", "other")
 
 
 def tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
-    """One for each baseline."""
+    """One table for each baseline."""
     for baseline, rows in compared(result["rows"]):
         yield _table_of(rows, f"{setting_of(result)}; speedup over {baseline}")
 
 
 def _table_of(rows: list[Mapping[str, Any]], title: str) -> Table:
-    """Methods below each other; of the settings only those that vary have a column."""
+    """One row per method; only settings that vary have a column."""
     varying = [name for name in _SETTINGS if len({row[name] for row in rows}) > 1]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", no_wrap=True)
@@ -59,7 +59,7 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
     low, high = row["tokens_per_second_range"]
     spread = f" ({low:.1f}–{high:.1f})" if low < high else ""
     seconds, shares = row["seconds"], ""
-    if seconds["verify"]:  # only heads say
+    if seconds["verify"]:  # only heads report it
         shares = "/".join(f"{100 * seconds[part] / sum(seconds.values()):.0f}" for part in _PARTS)
     identical = {True: "[green]yes[/]", False: "[red]no[/]", None: "–"}[row["identical"]]
     figures = [f"{row['tokens_per_second']:.1f}{spread}", f"{row['tokens_per_forward']:.2f}"]
@@ -69,7 +69,7 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
 
 def category_tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
-    """One for each setting and baseline: categories below each other, methods beside each other."""
+    """One table for each setting and baseline: a row per category, a column per method."""
     for setting, baseline, rows in [(of, *its) for of, all_ in by_setting(result["rows"]) for its in compared(all_)]:
         rows = [row for row in rows if row.get("categories") and not is_plain(row)]
         if not rows:
@@ -94,10 +94,10 @@ def _pair(figures: Mapping[str, Any]) -> str:
 
 
 def notes_of(result: Mapping[str, Any]) -> Iterator[str]:
-    """What the prompts were, why a method was skipped, and where tokens differ."""
+    """Notes on the prompts, on methods that were skipped, and on tokens that differ."""
     notes: dict[str, None] = {}
     if not result.get("is_whole", True):
-        notes["Broken off: the figures are of what was measured by then."] = None
+        notes["Broken off: the figures cover only what was measured until then."] = None
     if result.get("left_out"):
         notes[f"{len(result['left_out'])} prompts are too long for the target and were left out."] = None
     lengths = next((row["prompt_tokens"] for row in result["rows"] if row.get("prompt_tokens")), None)

@@ -1,7 +1,7 @@
 """One batch of prompts through one way to generate: its tokens, seconds, forwards and memory.
 
-Contract: `run_once` times nothing but `generate`, with the device awaited before and after; what comes out is told
-without padding. What is run, in which order and how often is not known here.
+Contract: `run_once` times only `generate`, and waits for the device before and after. Answers are returned without
+padding. The caller decides what is run, in which order and how often.
 """
 
 import gc
@@ -25,8 +25,8 @@ from .methods import Method
 class Run:
     seconds: float
     prompts: list[list[int]]
-    answers: list[list[int]]  # of each prompt, without padding
-    stats: Speculation  # of plain and of other methods the tokens and forwards only
+    answers: list[list[int]]  # one for each prompt, without padding
+    stats: Speculation  # for methods without heads only tokens and forwards
     members: list[int] = field(default_factory=list)  # the numbers of the prompts
     category: str | None = None
 
@@ -47,7 +47,8 @@ def run_once(
 
     torch.manual_seed(seed)
     target = method.target or target
-    # Plain generate and heads say themselves; a hook that counts would be compiled, anew for every count.
+    # Forwards of plain generate and of heads are known without a hook, which a compiled target would compile again for
+    # every count.
     tells = not method.options or method.heads is not None
     hook = None if tells else target.register_forward_pre_hook(count)
     try:
@@ -95,7 +96,8 @@ def batch_of(prompts: Sequence[list[int]], pad: int, device: torch.device) -> di
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[dict[str, float]]:
-    """MiB over what was held before. On a CPU by looking at the process every few milliseconds, where Linux tells."""
+    """The peak in MiB above the memory held before. On a CPU the process's memory is read every few milliseconds
+    (Linux only)."""
     result: dict[str, float] = {}
     gc.collect()
     if device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Files that are there whole, or as they were before, whatever happens while they are written.
+"""Files that are written completely or not changed at all, whatever happens meanwhile.
 
-Contract: a file is written beside its place and moved there when it is whole. Where it cannot be written, the error
+Contract: a file is written beside its place, and moved there when it is complete. If it cannot be written, the error
 names it. This module does not know what is in a file.
 """
 
@@ -14,7 +14,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def writing_whole(path: Path) -> Iterator[Path]:
-    """Where to write what becomes `path` at the end of the block."""
+    """The file to write to; it becomes `path` at the end of the block."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished
@@ -32,7 +32,7 @@ def write_whole(path: Path, text: str) -> Path:
 
 
 def not_written(path: Path | str, error: OSError) -> OSError:
-    way_out = "make room there" if error.errno in _NO_ROOM else "see to it that it can be written"
+    way_out = "make room there" if error.errno in _NO_ROOM else "make it writable"
     return OSError(f"{str(path)!r} could not be written ({error.strerror or error}): {way_out} and run again.")
 
 

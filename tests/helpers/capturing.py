@@ -1,8 +1,8 @@
 """A stand-in for CUDA's capture on any device: operators are recorded, and replayed into the same memory.
 
-As on a GPU a capture does not count as a run: the first replay is what was run while recording. What a graph cannot do
-is refused (reading the host, copying from it), and what is at another address when it is replayed is not seen, so that
-results would be others. A capture that breaks off leaves memory as it was.
+As on a GPU, a capture does not count as a run: the first replay returns what was computed while recording. What a
+graph cannot do (waiting for the host, copying from it) raises an error. A replay reads the recorded addresses, so it
+does not see a tensor that has moved, and its results differ. A capture that fails leaves memory unchanged.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_clover.decoding import graphs, tree
 
 REFUSED = {"_local_scalar_dense", "nonzero", "equal"}
-# The first two make a tensor of the host's numbers, which is a copy that waits.
+# The first two make a tensor of the host's numbers; that copy waits for the host.
 REFUSED_CALLS = {torch.tensor, torch.as_tensor, torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.numpy}
 
 
@@ -58,7 +58,7 @@ class Refusing(TorchFunctionMode):
 
 
 class Captures:
-    """In the place of CUDA's (`graphs.CAPTURES`)."""
+    """Takes the place of CUDA's capture (`graphs.CAPTURES`)."""
 
     def __init__(self):
         self.made = self.replayed = 0
@@ -66,7 +66,8 @@ class Captures:
     def __call__(self, function, pool):
         recorder = Recorder()
         try:
-            # In inference mode operators come here whole, of which some give a view or a copy, as it happens.
+            # Not in inference mode: there the recorder gets composite operators, some of which may return a view or a
+            # copy.
             with torch.inference_mode(False), torch.no_grad(), Refusing(), recorder:
                 outputs = function()
         except Exception:
@@ -88,7 +89,7 @@ class Captures:
 
 @pytest.fixture
 def captures(monkeypatch):
-    """As on a GPU."""
+    """Captures on the CPU, and no reading of values while trees grow, as on a GPU."""
     stand_in = Captures()
     monkeypatch.setitem(graphs.CAPTURES, "cpu", stand_in)
     monkeypatch.setattr(tree, "LOOKS_ON", ())

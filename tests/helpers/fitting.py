@@ -1,4 +1,4 @@
-"""A short fit of heads to a tiny target's own text, so that their drafts are worth something."""
+"""A short fit of heads to a tiny target's own text, so that some of their drafts are accepted."""
 
 import hashlib
 
@@ -7,12 +7,12 @@ import torch
 from hf_clover.network.modeling_heads import DraftHeads
 from hf_clover.targets.hidden_states import capture_states
 
-_fitted: dict[str, dict[str, torch.Tensor]] = {}  # what heads and target were -> what the heads became
+_fitted: dict[str, dict[str, torch.Tensor]] = {}  # digest of heads and target before -> the heads' weights after
 
 
 def fit(heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None, texts=None) -> DraftHeads:
-    """Cross-entropy of every head on `texts` [N, T], or on such as the target writes after `prompt`; the same fit is
-    made once a process."""
+    """Train every head by cross-entropy on `texts` [N, T], or on texts that the target writes after `prompt`. Each
+    process does the same fit only once."""
     known = _digest(heads, target, steps, temperature, prompt, texts)
     if known in _fitted:
         heads.load_state_dict(_fitted[known])

@@ -1,8 +1,9 @@
 """Drafters that know the answer, so that the loop is tested at every depth of acceptance.
 
-Contract: inside `planted(heads, truth)`, every drafter of `heads` plants the target's own continuation `truth` [B, L]
-for a random number of steps, then goes wrong, among random siblings: full, partial and no acceptance all occur. The
-heads still run (they are fed as always), only the tree is another. Random, but the same for the same seed.
+Contract: inside `planted(heads, truth)`, every drafter of `heads` drafts the target's own continuation `truth` [B, L]
+up to a random depth, then wrong tokens, with random siblings. So full, partial and no acceptance all occur. The heads
+still run and take in the text as always; only the tree is replaced. The trees are random, but the same for the same
+seed.
 """
 
 import random
@@ -45,7 +46,7 @@ class PlantingDrafter(CloverDrafter):
         return Tree(tokens, parents, depths, -ones.float(), ones.bool(), max_depth=nodes)
 
     def _chain(self, row: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
-        """The truth's next tokens as far as a random depth, and a wrong one behind them."""
+        """A chain of the truth's next tokens up to a random depth, followed by wrong tokens."""
         ahead = self.truth[row, self.place[row] :].tolist()
         known, vocabulary = self.rng.randint(0, nodes), self.heads.config.vocab_size
         drafts = [token if at < known else (token + 1) % vocabulary for at, token in enumerate(ahead[:nodes])]
@@ -53,7 +54,7 @@ class PlantingDrafter(CloverDrafter):
         return [0, *drafts], [0, *range(nodes)], list(range(nodes + 1))
 
     def _row(self, row: int, nodes: int) -> tuple[list[int], list[int], list[int]]:
-        """A random tree with the truth's next tokens down one path as far as a random depth."""
+        """A random tree in which one path has the truth's next tokens up to a random depth."""
         ahead = self.truth[row, self.place[row] :].tolist()[: self.rng.randint(0, nodes)]
         tokens, parents, depths, children = [0], [0], [0], {0: set()}
 
@@ -90,7 +91,7 @@ def planted(heads: DraftHeads, truth: torch.Tensor, start: int, seed: int = 0) -
 
 @contextmanager
 def drafting_by(heads: DraftHeads, drafter: type) -> Iterator[None]:
-    """Inside, `heads` are drafted with by another kind of drafter."""
+    """Inside the block, `heads` draft with another kind of drafter."""
     heads.new_drafter = drafter
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a drafter should have said of each node of a tree: its path computed anew, without a cache.
+"""The expected probability of each node of a tree: its path is computed anew, without a cache.
 
-Contract: for heads that go on from drafted states (`features`, `advance`, `recycled`, `output` and `score`), and for
-any drafter that `heads.new_drafter` gives.
+Contract: works for heads that continue from drafted states (with `features`, `advance`, `recycled`, `output` and
+`score`), and for every drafter that `heads.new_drafter` returns.
 
 Shapes: T positions, f numbers of a state as the heads read it.
 """
@@ -13,7 +13,7 @@ from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.tree import Tree
 from hf_clover.network.modeling_heads import DraftHeads
 
-LENGTHS = (9, 6)  # of the text of each row below
+LENGTHS = (9, 6)  # tokens of each row's text
 PADDING = (0, 3)
 
 
@@ -29,8 +29,8 @@ def path_of(tree: Tree, row: int, node: int) -> list[int]:
 def one_by_one(
     heads: DraftHeads, hidden: torch.Tensor, tokens: list[int], path: list[int]
 ) -> tuple[float, list[torch.Tensor]]:
-    """The joint log-probability of `path` below the last of `tokens`, the whole text computed anew for each draft, and
-    what went into lm_head. hidden [T, f] with the tokens after it."""
+    """The joint log-probability of `path` below the last of `tokens`, and the inputs of lm_head. The whole text is
+    computed anew for each draft. `hidden` [T, f] and `tokens`: the states, and the tokens after them."""
     features, tokens, outputs, total = heads.features(hidden[None]), list(tokens), [], 0.0
     for token in path:
         rope = heads.rotary_emb(features, torch.arange(len(tokens))[None])
@@ -42,7 +42,8 @@ def one_by_one(
 
 
 def nodes_as_if_alone(heads: DraftHeads, tree: Tree, hidden: list[torch.Tensor], tokens: list[list[int]]) -> int:
-    """Asserts of every valid node of both rows that it is scored as if its path stood alone; how many there were."""
+    """Assert that every valid node of both rows has the probability of its path alone. Returns the number of these
+    nodes."""
     looked_at = 0
     for row in range(2):
         for node in range(1, tree.size):
@@ -56,8 +57,8 @@ def nodes_as_if_alone(heads: DraftHeads, tree: Tree, hidden: list[torch.Tensor],
 def fed(
     heads: DraftHeads, widths: tuple[int, ...] = (5, 4)
 ) -> tuple[CloverDrafter, list[torch.Tensor], list[list[int]]]:
-    """A drafter of two rows of unequal text, the second one padded, that got it in pieces of these widths; and the
-    rows' hidden states and tokens."""
+    """A drafter of two rows with texts of unequal lengths, the second one padded, which got them in pieces of these
+    widths. Also returns the rows' hidden states and tokens."""
     torch.manual_seed(5)
     size = heads.config.target_width * max(len(heads.feature_layers), 1)
     hidden = [torch.randn(length, size) for length in LENGTHS]

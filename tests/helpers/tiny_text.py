@@ -1,7 +1,8 @@
-"""A tiny target of bytes with fitted heads, saved as a user's folders would be: real text, drafts worth something.
+"""A tiny target of bytes with fitted heads, saved in folders like a user's: readable text, and drafts that are
+accepted.
 
-Contract: the tokenizer is byte-level with a token for each byte of `LETTERS`, so that é is two tokens; `</s>` ends.
-The target is deterministic, and its greedy text is such that a moment's fit is enough for some drafts to be accepted.
+Contract: the tokenizer is byte-level, with a token for each byte of `LETTERS`, so that é is two tokens; `</s>` ends a
+text. The target is deterministic. A short fit to its greedy text is enough for some drafts to be accepted.
 """
 
 from pathlib import Path
@@ -33,7 +34,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_target(says: str = LETTERS) -> LlamaForCausalLM:
-    """`says`: the letters it uses. With all of them its bytes are not always characters."""
+    """`says`: the letters that the target uses. With all letters, its bytes do not always form characters."""
     tokenizer = make_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -42,7 +43,7 @@ def make_target(says: str = LETTERS) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=4096,  # more than a test has time to say
+        max_position_embeddings=4096,  # longer than any test's text
         pad_token_id=PAD,
         bos_token_id=None,
         eos_token_id=END,
@@ -55,12 +56,12 @@ def make_target(says: str = LETTERS) -> LlamaForCausalLM:
                 scale = 1.0 if "embed" in name else (4.0 if "lm_head" in name else 1.5) * parameter.shape[1] ** -0.5
                 parameter.data.normal_(0.0, scale)
         unsaid = sorted(set(range(len(tokenizer))) - set(tokenizer(says).input_ids))
-        target.lm_head.weight.data[unsaid] = 0.0  # never the likeliest
+        target.lm_head.weight.data[unsaid] = 0.0  # never the most likely
     return target
 
 
 def save_folders(folder: Path, says: str = LETTERS) -> Path:
-    """`folder`/target and `folder`/heads."""
+    """Save `folder`/target and `folder`/heads."""
     target, tokenizer = make_target(says), make_tokenizer()
     heads = CloverHeads.from_target(target, num_heads=3)
     fit(heads, target, steps=80, temperature=0.3, prompt=tokenizer(PROMPT, return_tensors="pt").input_ids)

@@ -1,4 +1,4 @@
-"""Trees at random, and runs of a target that verify them."""
+"""Random trees, and runs of a target that verify them."""
 
 from contextlib import contextmanager
 
@@ -35,7 +35,7 @@ def walk_of(tree, row, size):
 
 @contextmanager
 def running(target, inputs, longest=LONGEST, **settings):
-    """A run that has taken in the prompt; `settings` of its `GenerationConfig`."""
+    """A run that has read the prompt. `settings`: for its `GenerationConfig`."""
     mask = inputs["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, "logits_to_keep": 1}

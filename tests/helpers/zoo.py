@@ -2,22 +2,24 @@
 A zoo of tiny random targets: one causal language model per architecture family, built from its config, no download.
 
 Contract:
-- `ZOO[name]` says what a target is made of, which attention implementations it runs with, and the route by which
-  Clover may decode it: "tree" (one forward over a masked tree equals one forward per token), "chain" (a forward over
-  several tokens in order does, and the cache can be cropped, but not a tree), "replayed chain" (the same, but of a
-  state that is kept and run on again) or "plain" (one token at a time only). Seen to hold with transformers 5.23.
+- `ZOO[name]` has a target's config, the attention implementations that it runs with, and the route by which Clover may
+  decode it. "tree": one forward over a masked tree equals one forward per token. "chain": a tree's forward does not,
+  but a forward over several tokens in order equals one forward per token, and the cache can be cropped. "replayed
+  chain": the same for a state that cannot be cropped, so it is copied and run again. "plain": one token at a time
+  only. The routes were seen to hold with transformers 5.23.
 - `build(name)` is deterministic in `seed`: the same weights whatever the attention implementation or dtype (before
   rounding), without touching torch's global random state.
 - Windows, chunks and local attention span 6 to 8 tokens, so they matter within a 40-token generation.
-- The weights are redrawn so that the models behave: greedy continuations wander over the vocabulary and depend on the
-  prompt; the best two logits are 0.5 to 2 apart (median) and closer than 1e-3 in fewer than one step of 200, where
-  rounding moves a logit by at most 1e-4 in float32. Biases and norm weights are random: code that drops them fails.
+- The weights are redrawn so that the models behave. Greedy continuations use the whole vocabulary and depend on the
+  prompt. The best two logits are 0.5 to 2 apart (median), and closer than 1e-3 in fewer than one step of 200; rounding
+  changes a logit by at most 1e-4 in float32. Biases and norm weights are random: code that drops them fails.
 - Token 0 is padding; its embedding row is zero, so greedy decoding does not choose it. No token ends a generation
   unless the caller passes `eos_token_id`.
-- What plain generate itself does not keep, no test may ask: a left-padded row of rwkv, recurrent_gemma or llama4_tuned
-  differs from the same prompt alone, and falcon_alibi differs between sdpa and eager (which adds its bias twice).
+- Plain generate itself has exceptions, which no test may assume away. A left-padded row of rwkv, recurrent_gemma or
+  llama4_tuned differs from the same prompt alone. falcon_alibi differs between sdpa and eager, which adds its bias
+  twice.
 
-This module knows nothing of Clover: it is transformers only.
+This module uses transformers only, and nothing of Clover.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ EAGER = ("eager",)
 class Case:
     """One target: `config_class` is a class name in transformers, `config` its keyword arguments.
 
-    `gain` scales the blocks' matrices, `logit_gain` the output embedding, `norm_shift` is added to the norms' weights;
-    a family sets its own where the defaults give continuations that repeat one token.
+    `gain` scales the blocks' matrices, `logit_gain` scales the output embedding, and `norm_shift` is added to the
+    norms' weights. A family has its own values if continuations repeat one token with the defaults.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Case:
         return hasattr(transformers, self.config_class)
 
 
-# Shared parts of configs: the names most families use, GPT-2's names, and what several cases repeat.
+# Shared parts of configs: the names that most families use, GPT-2's names, and parts that several cases repeat.
 NARROW = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4)
 LLAMA = NARROW | dict(intermediate_size=96, num_key_value_heads=2, max_position_embeddings=256)
 DEEP = LLAMA | dict(num_hidden_layers=4)
@@ -156,7 +158,7 @@ CASES = [
     Case("exaone4", "Exaone4Config", DEEP | SLIDING),
     Case("gpt_oss", "GptOssConfig", DEEP | SLIDING | EXPERTS | dict(head_dim=16, rope_parameters=YARN), attn=EAGER),
     Case("llama4", "Llama4TextConfig", LLAMA4),
-    # positions or distances counted in cache slots: a tree's nodes would get the wrong ones
+    # positions or distances are counted in cache slots: a tree's nodes would get wrong ones
     Case(  # llama4 beyond its first `floor_scale` tokens, where it scales queries by their slot's index
         "llama4_tuned",
         "Llama4TextConfig",
@@ -267,7 +269,7 @@ def build(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The target `name`, in eval mode; by default with sdpa where it has it, else eager."""
+    """The target `name`, in eval mode; by default with sdpa if it supports sdpa, else with eager attention."""
     case = ZOO[name]
     ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
     config = getattr(transformers, case.config_class)(vocab_size=vocab_size, **ids, **case.config)
@@ -278,17 +280,17 @@ def build(
         )
         redraw(model, case, torch.Generator().manual_seed(seed))
     model.generation_config.update(**ids, do_sample=False)
-    for parameter in model.parameters():  # not the buffers: transformers keeps rotary frequencies in float32
+    for parameter in model.parameters():  # but not the buffers: transformers keeps rotary frequencies in float32
         parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
-    if dtype == torch.float64:  # the default way through experts, a grouped product, has no double precision
+    if dtype == torch.float64:  # experts use a grouped product by default, which has no double precision
         model.set_experts_implementation("eager")
     return model.eval()
 
 
 @torch.no_grad()
 def redraw(model: PreTrainedModel, case: Case, generator: torch.Generator) -> None:
-    """Replace the initial weights by livelier ones, in place; what parametrises a recurrence stays as it was."""
+    """Replace the initial weights by more varied ones, in place. Parameters of a recurrence are not changed."""
     inputs, outputs = model.get_input_embeddings().weight, model.get_output_embeddings()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -304,7 +306,7 @@ def redraw(model: PreTrainedModel, case: Case, generator: torch.Generator) -> No
                 noise -= noise.mean(-1, keepdim=True)
                 noise -= noise.mean(-2, keepdim=True)
             parameter.copy_(noise * case.gain * parameter.shape[-1] ** -0.5)
-    if outputs.weight is not inputs:  # lean away from the token just read, or one repeated token may last forever
+    if outputs.weight is not inputs:  # makes the token just read less likely, so that no token repeats forever
         outputs.weight.sub_(0.2 * inputs)
     inputs[0] = 0
     outputs.weight[0] = 0

@@ -1,1 +1,1 @@
-"""Keys and values of the target, by row."""
+"""The cache of keys and values: rows of different lengths, and a static one for graphs."""

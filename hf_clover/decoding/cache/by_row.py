@@ -2,10 +2,10 @@
 
 Contract: a `Cache` whose layers own buffers [B, kv_heads, capacity, head_dim] and share one `lengths`. It is written
 in two ways. *Filling* (prefill): every row gets the same new columns, as in a `DynamicCache`. *Staged*
-(`with cache.staged(n)`): n entries per row go after that row's own length and stay provisional until `commit` keeps
-some of them. Left padding stays in the cache; masking it is the caller's. Sliding-window layers keep all columns and
-the mask does the windowing. The capacity grows in blocks. `static_cache.py` has the one for CUDA graphs, whose
-addresses do not change.
+(`with cache.staged(n)`): each row gets n entries right after its own length; they stay provisional until `commit`
+keeps some of them. Left padding stays in the cache; the caller masks it. Sliding-window layers keep all columns, and
+the mask applies the window. The capacity grows in blocks. `static.py` has the cache for CUDA graphs, whose addresses
+do not change.
 """
 
 import math
@@ -19,12 +19,12 @@ BLOCK = 256
 
 
 class Slots:
-    """Where the rows stand, shared by all layers."""
+    """The rows' lengths, shared by all layers."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []  # per row, committed
         self.staged: int | None = None  # entries per row being written after `lengths`, or None when filling
-        self.index: torch.Tensor | None = None  # [B, staged] slots, None where all rows stand at one length
+        self.index: torch.Tensor | None = None  # [B, staged] slots, None where all rows have one length
         self._starts: tuple[list[int], torch.Tensor] | None = None
 
     @property
@@ -38,17 +38,18 @@ class Slots:
         return self._starts[1]
 
     def columns(self) -> int:
-        """Columns that a forward sees now."""
+        """The number of columns that a forward sees now."""
         return max(self.lengths, default=0) + (self.staged or 0)
 
     def capacity_for(self, columns: int) -> int:
-        """Blocks of an eighth of the text at least, so that growing stays a small part of the work."""
+        """`columns` rounded up to whole blocks. A block is about an eighth of the text, and at least `BLOCK`, so that
+        the cache rarely grows."""
         block = BLOCK * max(columns // 8 // BLOCK, 1)
         return -(-(columns + 1) // block) * block
 
 
 class TreeLayer(CacheLayerMixin):
-    keys: torch.Tensor  # [B, kv_heads, capacity, head_dim]; these four are there once `is_initialized`
+    keys: torch.Tensor  # [B, kv_heads, capacity, head_dim]; these four exist once `is_initialized`
     values: torch.Tensor
     dtype: torch.dtype
     device: torch.device
@@ -60,7 +61,7 @@ class TreeLayer(CacheLayerMixin):
         super().__init__()
         self.slots = slots
         self.filled = 0  # columns this layer has seen while filling
-        self.buffers: list[torch.Tensor] = []  # keys and values, in one [2, B, ...] where they are of one shape
+        self.buffers: list[torch.Tensor] = []  # keys and values, one buffer [2, B, ...] if they have one shape
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -83,8 +84,8 @@ class TreeLayer(CacheLayerMixin):
             self._promote(like)
 
     def _promote(self, like: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """What is kept takes the wider dtype, as in a cache that grows: under `torch.autocast` keys and values may be
-        of two, and of others than in the turn before."""
+        """The buffers take the wider dtype, as in a `DynamicCache`: under `torch.autocast` keys and values may differ
+        in dtype, also from those of the turn before."""
         kept = (self.keys, self.values)
         wide = [torch.promote_types(old.dtype, new.dtype) for old, new in zip(kept, like, strict=True)]
         if wide != [old.dtype for old in kept]:
@@ -94,7 +95,7 @@ class TreeLayer(CacheLayerMixin):
     @staticmethod
     def _resized(old: torch.Tensor, capacity: int) -> torch.Tensor:
         *outer, held, dim = old.shape
-        new = old.new_zeros(*outer, capacity, dim)  # what is masked must still be finite
+        new = old.new_zeros(*outer, capacity, dim)  # masked entries must still be finite
         new[..., :held, :] = old[..., :capacity, :]
         return new
 
@@ -136,11 +137,11 @@ class TreeLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+    get_max_cache_shape = get_max_length  # the name before transformers 5.20
 
 
 class Moves:
-    """Which entries a commit moves, found once for all layers; `is_none` where all stand where they should."""
+    """The entries that a commit moves, found once for all layers; `is_none` if every entry is in its place already."""
 
     def __init__(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         self.lengths, self.paths = lengths, paths
@@ -157,13 +158,13 @@ class Moves:
         return not self.moves
 
     def within(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From where to where, in `buffer.view(-1, head_dim)`: copies of whole rows are the fastest there are."""
+        """Source and target indices in `buffer.view(-1, head_dim)`: copies of whole rows are the fastest."""
         key = (buffer.shape, buffer.device)
         if key not in self._places:
             *outer, batch, heads, capacity, _ = buffer.shape
             row = heads * capacity
-            parts = range(math.prod(outer))  # keys and values, where in one
-            # As far on the host as it is short: this is one addition on the device.
+            parts = range(math.prod(outer))  # keys and values, if in one buffer
+            # The short lists are made on the host, so that the device does one addition.
             begin = [[[part * batch * row + head * capacity for head in range(heads)]] for part in parts]
             entries = [[[[move[0] * row + move[end]] for move in self.moves]] for end in (1, 2)]
             first, within = (torch.tensor(places, device=buffer.device) for places in (begin, entries))
@@ -174,12 +175,12 @@ class Moves:
 
 class TreeCache(Cache):
     """
-    Keys and values of rows that stand at lengths of their own: a forward over drafts is staged behind each row's text,
-    and what was accepted of it is kept.
+    Keys and values of rows that have lengths of their own. A forward over drafts is staged after each row's text, and
+    `commit` keeps the entries of the accepted drafts.
 
     Args:
         num_layers (`int`):
-            Of the model.
+            Layers of the model.
 
     Example:
 
@@ -193,7 +194,7 @@ class TreeCache(Cache):
     >>> cache.finish_filling(batch_size=1)
     >>> with cache.staged(3):  # a chain of three drafts
     ...     _ = cache.update(keys[:, :, :3], values[:, :, :3], 0)
-    >>> cache.commit([[0, 1]])  # of which two were right
+    >>> cache.commit([[0, 1]])  # two of them were right
     >>> cache.lengths
     [6]
     ```
@@ -201,7 +202,7 @@ class TreeCache(Cache):
 
     layer_class: type[TreeLayer] = TreeLayer
     slots_class: type[Slots] = Slots
-    layers: list[TreeLayer]  # type: ignore[assignment]  # of this class alone
+    layers: list[TreeLayer]  # type: ignore[assignment]  # all of this class
 
     def __init__(self, num_layers: int) -> None:
         self.slots = self.slots_class()
@@ -214,7 +215,7 @@ class TreeCache(Cache):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the keys; None while nothing has been written."""
+        """The dtype of the keys; None while nothing has been written."""
         return next((layer.dtype for layer in self.layers if layer.is_initialized), None)
 
     def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor] | None], length: int) -> None:
@@ -222,9 +223,9 @@ class TreeCache(Cache):
 
         Args:
             states (`Sequence` of pairs of `torch.Tensor`, or of `None`):
-                Per layer keys and values `[B, kv_heads, <= length, head_dim]`, the last ones.
+                Per layer, the last keys and values, `[B, kv_heads, <= length, head_dim]` each.
             length (`int`):
-                Of the text so far.
+                Columns of the text so far.
         """
         for layer, kept in zip(self.layers, states, strict=True):
             if kept is None:
@@ -235,27 +236,27 @@ class TreeCache(Cache):
             layer.filled = length
 
     def finish_filling(self, batch_size: int) -> None:
-        """After prefill: every row stands at the filled length.
+        """After prefill: set every row's length to the filled length.
 
         Args:
             batch_size (`int`):
-                Rows.
+                Number of rows.
         """
         filled = max((layer.filled for layer in self.layers), default=0)
         self.slots.lengths = [filled] * batch_size
 
     def stand_at(self, lengths: Sequence[int]) -> None:
-        """After `load`: where each row's own text ends.
+        """After `load`: set each row's own length.
 
         Args:
             lengths (`Sequence[int]`):
-                Of each row.
+                One length for each row.
         """
         self.slots.lengths = list(lengths)
 
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
-        """Within, a forward writes after each row's own length.
+        """Inside the block, a forward writes after each row's own length.
 
         Args:
             entries (`int`):
@@ -273,22 +274,22 @@ class TreeCache(Cache):
             slots.staged = slots.index = None
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep some of the staged entries, moved to stand right after each row's length.
+        """Keep some of the staged entries, and move them to right after each row's length.
 
         Args:
             paths (`Sequence[Sequence[int]]`):
-                Of each row the places that are kept, ascending.
+                For each row, the places of the entries to keep, ascending.
         """
         lengths = self.slots.lengths
         self._move(Moves(lengths, paths))
         self.slots.lengths = [length + len(path) for length, path in zip(lengths, paths, strict=True)]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with some rows only.
+        """Keep some rows only.
 
         Args:
             rows (`Sequence[int]`):
-                Which, in their new order.
+                The rows to keep, in their new order.
         """
         for layer in self.layers:
             if layer.is_initialized:
@@ -302,16 +303,16 @@ class TreeCache(Cache):
                     layer.move(moves)
 
     def export(self, layer_idx: int, length: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What one layer holds.
+        """The keys and values of one layer.
 
         Args:
             layer_idx (`int`):
-                Which.
+                Number of the layer.
             length (`int`):
-                Columns of it.
+                How many columns to return.
 
         Returns:
-            keys and values `[B, kv_heads, length, head_dim]`; None where it holds none (shared layers)
+            keys and values `[B, kv_heads, length, head_dim]`; None if the layer holds none (shared layers)
         """
         layer = self.layers[layer_idx]
         if not layer.is_initialized:

@@ -1,12 +1,13 @@
 """A cache whose entries never change their place, so that forwards over it can be graphs (`graphs.py`).
 
-Contract: a `TreeCache` of one allocation a layer, of `capacity` columns. The text grows and rows leave within it: a
-forward sees its first rows and columns, of which there are few sizes, and so few graphs. Outgrown, it doubles, and its
-graphs are forgotten. Where there is no memory for that, it grows as `TreeCache` does for the rest of the call, and
-nothing is a graph any more. The host writes one small tensor a step, `StaticSlots.state`: where rows end, and what the
-last commit left to be moved. The next forward moves it, or whoever reads the cache before. A forward that runs twice
-moves twice, and the second time other entries. The cache that a model used last is kept for its next call, if it is no
-larger than `KEPT` of the device's memory; a cache is lent to one call at a time.
+Contract: a `TreeCache` with one allocation of `capacity` columns per layer. The text grows and rows leave without a
+new allocation: a forward sees the first rows and columns, in one of few sizes, so there are few graphs. A text that
+outgrows the cache doubles it, and its graphs are deleted. If there is no memory for that, the cache grows as
+`TreeCache` does for the rest of the call, without graphs. Each step the host writes one small tensor,
+`StaticSlots.state`: the rows' lengths, and the entries of the last commit that are still to be moved. The next forward
+moves them, or whatever else reads the cache before it. A forward may run only once for each written state: a second
+run would move other entries. The cache that a model used last is kept for its next call, if it is no larger than
+`KEPT` of the device's memory. One call at a time uses a cache.
 
 Shapes: B rows, n tree nodes, C columns, M moved entries at most.
 """
@@ -25,15 +26,15 @@ from ..target.memory import memory_of
 from .by_row import Moves, Slots, TreeCache, TreeLayer
 
 NODE_COUNTS = tuple(size + 1 for size in SIZES_IN_GRAPHS)  # of trees in graphs, with the root; others are filled up
-ROW_COUNTS = (1, 2, 4, 8, 16, 32, 48)  # beside all that a call began with
+ROW_COUNTS = (1, 2, 4, 8, 16, 32, 48)  # rows of graphs, beside all rows that a call began with
 LEAST_COLUMNS = 512
-ROOM = 1024  # new tokens, or as many as the prompt has: what the first allocation has room for
-MOVES = 8  # entries per row that the next forward moves; a longer path is moved by the commit itself
+ROOM = 1024  # new tokens that the first allocation has room for, or as many as the prompt has
+MOVES = 8  # entries per row that the next forward moves; the commit itself moves a longer path
 KEPT = 1 / 16  # of the device's memory
 
 
 def columns_for(columns: int) -> int:
-    """How many a graph sees: twice as many each time, so that a text passes few of them."""
+    """How many columns a graph sees: powers of two, so that a growing text needs few graphs."""
     return max(LEAST_COLUMNS, 1 << (columns - 1).bit_length())
 
 
@@ -42,15 +43,15 @@ def first_capacity(prompt: int, longest: int) -> int:
 
 
 class StaticSlots(Slots):
-    """`lengths` on the device as well, with what the last commit left to be moved."""
+    """Keeps `lengths` on the device as well, with the entries that the last commit left to be moved."""
 
-    state: torch.Tensor  # [B, 2 + M] length, where the moved entries go, where they come from
+    state: torch.Tensor  # [B, 2 + M] length, first target of the moved entries, their sources
     text: torch.Tensor  # [B, C] bool, False where the prompt is padding
-    has_gaps = False  # padding stands elsewhere than before a row's text
+    has_gaps = False  # some row has padding elsewhere than before its text
     capacity: int
-    doubles = True  # when it is outgrown
-    seen_rows: int  # by the next forward
-    seen_columns: int  # likewise
+    doubles = True  # when a text outgrows the cache
+    seen_rows: int  # rows that the next forward sees
+    seen_columns: int  # columns that the next forward sees
 
     @property
     def starts(self) -> torch.Tensor:
@@ -71,7 +72,7 @@ class StaticTreeLayer(TreeLayer):
     slots: StaticSlots
 
     def reserve(self, columns: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
-        with torch.inference_mode(False):  # later calls write here, whatever their mode
+        with torch.inference_mode(False):  # later calls write here, in inference mode or not
             with suppress(torch.OutOfMemoryError):
                 return super().reserve(columns, like)
             self.slots.be_sparing()
@@ -101,7 +102,7 @@ class StaticTreeLayer(TreeLayer):
         return seen[0], seen[1]
 
     def get_seq_length(self) -> Any:
-        """Of a forward in place a tensor: a number would be written down in its graph."""
+        """A tensor during a forward in place: its graph would keep a number as a constant."""
         return super().get_seq_length() if self.slots.index is None else self.slots.starts.max()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -109,7 +110,7 @@ class StaticTreeLayer(TreeLayer):
 
 
 class StaticTreeCache(TreeCache):
-    """One `TreeCache` for forwards in graphs. `look_at` says what the next forward sees."""
+    """A `TreeCache` for forwards in graphs. `look_at` chooses the rows and columns that the next forward sees."""
 
     layer_class, slots_class = StaticTreeLayer, StaticSlots
     slots: StaticSlots
@@ -119,8 +120,8 @@ class StaticTreeCache(TreeCache):
         self.rows, self.graphs, device = rows, graphs, graphs.device
         self.slots.capacity = capacity
         self.slots.seen_rows, self.slots.seen_columns = rows, capacity
-        self._pending: Moves | None = None  # what the next forward, or an export, has to move
-        self._has_moved = False  # a forward has done so since
+        self._pending: Moves | None = None  # entries that the next forward, or an export, has to move
+        self._has_moved = False  # a forward has moved them since
         with torch.inference_mode(False):
             self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
             self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
@@ -134,7 +135,7 @@ class StaticTreeCache(TreeCache):
         return sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers)
 
     def clear(self) -> None:
-        """As new, at the same addresses."""
+        """Make the cache as new, at the same addresses."""
         self.slots.lengths, self.slots.index, self._pending, self._has_moved = [], None, None, False
         self.slots.seen_rows = self.rows
         self.slots.text.fill_(True)
@@ -153,7 +154,7 @@ class StaticTreeCache(TreeCache):
         self._hold()
 
     def reserve(self, columns: int) -> None:
-        """Room for so many, at other addresses where there was none."""
+        """Make room for `columns` columns; the addresses change if there was no room."""
         with suppress(torch.OutOfMemoryError):
             self._resize(columns)
             return
@@ -169,7 +170,7 @@ class StaticTreeCache(TreeCache):
         self.graphs.forget()
         if not self.slots.doubles:
             self.graphs.stop("there is no memory for twice as many keys and values", is_short=True)
-        with torch.inference_mode(False):  # later calls write here, whatever their mode
+        with torch.inference_mode(False):  # later calls write here, in inference mode or not
             for layer in self.layers:
                 if layer.is_initialized:
                     layer._use([layer._resized(buffer, capacity) for buffer in layer.buffers])
@@ -180,7 +181,7 @@ class StaticTreeCache(TreeCache):
         return {layer.keys.shape[2] for layer in self.layers if layer.is_initialized}
 
     def look_at(self, nodes: int) -> tuple[int, int]:
-        """How many rows and columns the next forward sees, over so many nodes a row."""
+        """Choose how many rows and columns the next forward sees, which is over `nodes` nodes per row."""
         going, longest = len(self.lengths), max(self.lengths) + max(nodes, MOVES)
         self.reserve(longest)
         self.slots.seen_rows = min(count for count in (*ROW_COUNTS, self.rows) if going <= count <= self.rows)
@@ -189,7 +190,7 @@ class StaticTreeCache(TreeCache):
 
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
-        if self._has_moved:  # what came before was never committed
+        if self._has_moved:  # the forward before was never committed
             self._hold()
         self._pending, self._has_moved = None, True
         try:
@@ -207,7 +208,7 @@ class StaticTreeCache(TreeCache):
         self._hold(None if is_long else moves)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """They stand in the first places from here on, at the same addresses."""
+        """Move these rows to the first places, at the same addresses."""
         self._move_now()
         kept = torch.tensor(rows, device=self.slots.state.device)
         held = [buffer for layer in self.layers for buffer in layer.buffers]
@@ -222,15 +223,15 @@ class StaticTreeCache(TreeCache):
         return None if states is None else (states[0][: len(self.lengths)], states[1][: len(self.lengths)])
 
     def _hold(self, moves: Moves | None = None) -> None:
-        """Leave `moves` to the next forward; an entry without one moves to where it stands."""
+        """Leave `moves` to the next forward. An entry that has no move is copied onto itself."""
         self._pending, self._has_moved = moves, False
         starts, paths = (moves.lengths, moves.paths) if moves is not None else (self.lengths, [()] * len(self.lengths))
         rows = []
         for length, start, path in zip(self.lengths, starts, paths, strict=True):
             entries = [*path, *range(len(path), MOVES)]
             rows.append([length, start, *(start + entry for entry in entries)])
-        rows += [[0, 0, *range(MOVES)]] * (self.rows - len(rows))  # rows that have left
-        # Not awaited: the copy of a small tensor that is not pinned is taken before the call returns.
+        rows += [[0, 0, *range(MOVES)]] * (self.rows - len(rows))  # for rows that have left
+        # No wait is needed: a small tensor that is not pinned has been read before `copy_` returns.
         self.slots.state.copy_(torch.tensor(rows), non_blocking=True)
 
     def _move_now(self) -> None:
@@ -239,11 +240,12 @@ class StaticTreeCache(TreeCache):
             self._hold()
 
 
-# ---------------------------------------------------------------------- what is kept for a model
+# ---------------------------------------------------------------------- the cache that is kept for a model
 
 
 def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int, graphs: Graphs) -> StaticTreeCache:
-    """The one that `model` used last, if it has room and its graphs are what they would be now; else a new one."""
+    """The cache that `model` used last, if it fits; else a new one. Graphs that read other addresses or settings are
+    replaced."""
     memory = memory_of(model)
     if graphs.written_down in memory.uncaptured:
         graphs.capture = None
@@ -256,7 +258,7 @@ def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int
         or cache.dtype not in (model.dtype, None)
         or cache.graphs.device != graphs.device
     ):
-        del cache  # its memory is free before the next one's is taken
+        del cache  # frees its memory before the next one is allocated
         return StaticTreeCache(num_layers, rows, capacity, graphs)
     if cache.graphs.written_down != graphs.written_down:
         cache.graphs = graphs

@@ -1,1 +1,1 @@
-"""The heads in a call: how they grow trees, and where else drafts come from."""
+"""The heads in a call: how they grow trees, and the other sources of drafts."""

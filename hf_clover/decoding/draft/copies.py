@@ -1,11 +1,11 @@
-"""What followed the last few tokens where they stood in the text before, as drafts beside the heads'.
+"""Drafts copied from the text: the tokens that followed an earlier occurrence of the last few tokens.
 
-Contract: `Copies` knows the rows' texts on the host, since every walk brings its tokens there. Where the last tokens
-of a row, two or more, stood before, what followed them is a path of drafts, which goes into the heads' tree with the
-probability that such tokens are right, by how many stood before and by how copies did so far in this call: the best
-nodes of both are verified, as many as there were to be. Where the heads are not needed, the path is verified by
-itself. What is copied costs the heads nothing and may go on for longer than they draft. Where the last tokens are new
-to their own text, they are looked up in a `TextMemory`, if the heads have one.
+Contract: `Copies` keeps the rows' texts on the host, where every walk brings its tokens. If the last tokens of a row,
+two or more, occurred before, the tokens that followed them are a path of drafts. The path is added to the heads' tree,
+with the probability that its tokens are right. That probability depends on how many tokens match, and on how often
+copies were right so far in this call. The best nodes of both are verified, as many as the tree was to have. Where the
+heads are not needed, the path is verified alone. A copy costs the heads nothing and may be longer than their drafts.
+If the last tokens are new to their own text, they are looked up in a `TextMemory`, if the heads have one.
 
 Shapes: B batch, k copied tokens at most.
 """
@@ -18,18 +18,18 @@ from itertools import accumulate, cycle, islice
 
 import torch
 
-RUNS = {2: 0.45, 3: 0.6, 5: 0.8}  # tokens in the same order in the row's own text -> chance of the one copied next
-RUNS_ELSEWHERE = {2: 0.24, 4: 0.44}  # likewise in another text
-STEADY = 4.0  # tokens that these chances count for, beside those that were right or wrong
-KEEP = 0.95  # of what was right, from step to step
-SURE = 0.98  # at most, of the next copied token
+RUNS = {2: 0.45, 3: 0.6, 5: 0.8}  # matching tokens in the row's own text -> chance that the next copied one is right
+RUNS_ELSEWHERE = {2: 0.24, 4: 0.44}  # the same for another text
+STEADY = 4.0  # weight of these chances, in tokens, beside the tokens that were right or wrong
+KEEP = 0.95  # factor per step on the counts of right and expected tokens
+SURE = 0.98  # highest chance of a copied token
 
 
 Run = tuple[int, ...]
 
 
 def agreeing(guess: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens the two begin with alike."""
+    """How many tokens at their beginnings are the same in both."""
     shorter = min(len(guess), len(tokens))
     return next((place for place in range(shorter) if guess[place] != tokens[place]), shorter)
 
@@ -38,12 +38,12 @@ class TextMemory:
     """
     The last texts that heads drafted for, prompts and all, to copy from in later calls.
 
-    Whoever shares the heads shares these texts. Only drafts come from them, so no token depends on what others wrote;
-    how long a call takes may.
+    All users of the heads share these texts. They are used for drafts only, so no token depends on what others wrote.
+    The time that a call takes may depend on it.
 
     Args:
         most_tokens (`int`):
-            Of all texts together. The oldest make room for a new one.
+            Tokens of all texts together. The oldest texts make room for a new one.
 
     Example:
 
@@ -104,7 +104,8 @@ class TextMemory:
 
 
 def _runs_of(text: Sequence[int]) -> Iterator[tuple[Run, int]]:
-    """Each run that a memory finds again, and where it ends. What ends the text is followed by nothing."""
+    """Each run that a memory can find, and the place after it. Runs at the text's end are left out: nothing follows
+    them."""
     for length in RUNS_ELSEWHERE:
         for end in range(length, len(text)):
             yield tuple(text[end - length : end]), end
@@ -112,12 +113,12 @@ def _runs_of(text: Sequence[int]) -> Iterator[tuple[Run, int]]:
 
 class Copies:
     def __init__(self, texts: Sequence[Sequence[int]], most: int, memory: TextMemory | None = None) -> None:
-        """`most`: tokens copied at once. `memory`: of other texts."""
+        """`most`: tokens copied at once. `memory`: holds other texts."""
         self.most, self.memory = most, memory
         self.texts: list[list[int]] = [[] for _ in texts]
         self.ends: list[dict[Run, int]] = [{} for _ in texts]  # a run -> where the last one ended
         self.guesses: list[list[int]] = [[] for _ in texts]
-        self.hopes: list[list[float]] = [[] for _ in texts]  # the chance of each of them, as it is in most texts
+        self.hopes: list[list[float]] = [[] for _ in texts]  # the chance of each guessed token, as in most texts
         lengths = range(min(RUNS), max(RUNS) + most)
         self.chances = [RUNS[max(run for run in RUNS if run <= behind)] for behind in lengths]  # from 2 tokens on
         self.right = self.promised = 0.0
@@ -125,11 +126,12 @@ class Copies:
             self._append(row, text)
 
     def chance(self, hope: float) -> float:
-        """Of a copied token, where those before it were right: as copies did in this call beside what was hoped."""
+        """The chance of a copied token if those before it are right: `hope`, times how copies did in this call
+        compared with what was hoped."""
         return min(hope * (self.right + STEADY) / (self.promised + STEADY), SURE)
 
     def extend(self, new: Sequence[Sequence[int]]) -> None:
-        """The tokens that each row was given since."""
+        """Take in the tokens that each row got since the last call."""
         self.right, self.promised = KEEP * self.right, KEEP * self.promised
         for row, tokens in enumerate(new):
             if tokens:
@@ -150,20 +152,20 @@ class Copies:
         for run in sorted(RUNS, reverse=True):
             known = ends.get(tuple(text[-run:]))
             if known is not None:
-                self.guesses[row] = list(islice(cycle(text[known : known + self.most]), self.most))  # on into the copy
+                self.guesses[row] = list(islice(cycle(text[known : known + self.most]), self.most))  # may repeat
                 self.hopes[row] = self.chances[run - min(RUNS) :][: self.most]
                 return
         guess, hope = ([], 0.0) if self.memory is None else self.memory.after(text, self.most)
         self.guesses[row], self.hopes[row] = guess, [hope] * len(guess)
 
     def remember(self) -> None:
-        """The texts are over: they go into the memory."""
+        """The texts are over: add them to the memory."""
         if self.memory is not None:
             for text in self.texts:
                 self.memory.add(text)
 
     def paths(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is copied for `rows`: tokens and joint log-probabilities, [B, k] each, -inf from where a path ends."""
+        """The copied paths of `rows`: tokens and joint log-probabilities, [B, k] each, -inf behind a path's end."""
         guesses = [self.guesses[row] for row in rows]
         longest = max(map(len, guesses))
         joint = [list(accumulate(math.log(self.chance(hope)) for hope in self.hopes[row])) for row in rows]

@@ -1,10 +1,11 @@
-"""The heads as a CPU drafts with them fastest.
+"""A copy of the heads that drafts faster on a CPU.
 
-Contract: a draft may be off by a rounding, because what is emitted is the target's choice. So on a CPU a copy of the
-heads drafts: its linear layers, and the rows of lm_head that it scores with, are packed, with weights in bfloat16
-where the processor multiplies that, in float16 where it can widen them as it reads them, and in float32 elsewhere.
-The user's heads and target stay as they are. The target's memory keeps the copy, and a new one is made after a weight
-has changed. Where a copy would not be faster, or could not be told from its original, the heads draft themselves.
+Contract: on a CPU a copy of the heads drafts. Its drafts may be off by a rounding error, which changes no text: the
+target chooses every token that is emitted. The copy's linear layers, and the rows of lm_head that it scores with, are
+packed. Their weights are in bfloat16 where the processor multiplies it, in float16 where the processor can widen it
+while reading, and in float32 elsewhere. The user's heads and target stay as they are. The target's memory keeps the
+copy; a new one is made after a weight has changed. Where a copy would not be faster, or a change of its original could
+not be noticed, the heads draft themselves.
 
 Shapes: D draft vocabulary (V where there is none), d hidden size.
 """
@@ -31,12 +32,12 @@ from ...network.packing import (
 from ...network.target_parts import BorrowedParts, are_divided, come_and_go, is_plain
 from ..target.memory import memory_of
 
-LEAST_WEIGHTS = 2**19  # of the largest layer, from which on reading weights takes longer than calling operators
+LEAST_WEIGHTS = 2**19  # in the largest layer; from here on reading weights takes longer than calling operators
 
 
 @torch.no_grad()
 def drafting_copy(heads: DraftHeads, target: PreTrainedModel) -> DraftHeads:
-    """`heads`, which are bound to `target`, or what drafts in their place."""
+    """`heads`, which are bound to `target`, or the copy that drafts in their place."""
     if not _gains_by_it(heads):
         return heads
     copies, written = memory_of(target).drafting_copies, _what_is_copied(heads)
@@ -59,7 +60,7 @@ def _gains_by_it(heads: DraftHeads) -> bool:
 
 
 def _dtype() -> torch.dtype:
-    """Of what the copy computes; its weights may be shorter still."""
+    """The dtype in which the copy computes; its weights may be of a shorter one."""
     return torch.bfloat16 if multiplies_bfloat16_fast(torch.device("cpu")) else torch.float32
 
 
@@ -68,7 +69,8 @@ def _halves() -> bool:
 
 
 def _what_is_copied(heads: DraftHeads) -> tuple:
-    """What tells whether the heads, or what they borrow, are still those of the copy."""
+    """The versions and addresses of all tensors that a copy is made from. They change when the heads, or what they
+    borrow, change."""
     tensors = [*heads.parameters(), *heads.buffers(), *heads.borrowed.lm_head.parameters()]
     versions = ((id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors)
     places = (0 if tensor.is_mkldnn else tensor.data_ptr() for tensor in tensors)
@@ -77,7 +79,7 @@ def _what_is_copied(heads: DraftHeads) -> tuple:
 
 def _copied(heads: DraftHeads) -> DraftHeads:
     made = copy.deepcopy(heads).eval()  # with plain weights, also where the original's are packed
-    made.config = heads.config  # which the user may change
+    made.config = heads.config  # the same object, which the user may change
     for weight in made.parameters():
         weight.data = weight.data.to(_dtype())
     if _halves():
@@ -89,7 +91,7 @@ def _copied(heads: DraftHeads) -> DraftHeads:
 
 
 def _borrowed(heads: DraftHeads) -> BorrowedParts:
-    """What the heads borrow, with the rows that score packed; other kinds of lm_head score themselves."""
+    """What the heads borrow, with packed rows of lm_head. An lm_head of another kind is used as it is."""
     borrowed, lm_head = heads.borrowed, heads.borrowed.lm_head
     if not (type(lm_head) is nn.Linear or is_packed(lm_head)):
         return borrowed

@@ -1,9 +1,8 @@
-"""The heads' side of a step: keep up with the target, then grow a tree.
+"""The heads' side of a step: take in what the target has settled, then grow a tree.
 
-Contract: `CloverDrafter` is fed what the target has just settled (hidden states and the tokens after
-them) and drafts a tree from there. It never looks at the target's logits and uses no random numbers of its own; it may
-be told those that plain generate is about to use (`foresight.py`). Heads of another kind give a kind of it in
-`new_drafter`.
+Contract: `CloverDrafter` takes in what the target has just settled (hidden states and the tokens after them) and
+drafts a tree from there. It never looks at the target's logits and draws no random numbers. It may get those that
+plain generate is about to use (`foresight.py`). For heads of another kind, `new_drafter` returns a subclass.
 
 Shapes: B batch, T new positions, m of them at most, d hidden size, W beams, V vocabulary.
 """
@@ -27,17 +26,18 @@ from .foresight import Foresight
 
 logger = logging.get_logger(__name__)
 
-BLOCK = 512  # positions that the heads take in at once where a mask must be made for them
-MOST_WAITING = 256  # steps, beside the prompt, that wait for a tree to be asked for
+BLOCK = 512  # positions that the heads take in at once where they need a mask
+MOST_WAITING = 256  # settled steps that may wait, beside the prompt, until a tree is drafted
 
 
-# What a conversation's drafter knows of it, kept as long as the user keeps the conversation's cache.
+# The drafter of each conversation, kept as long as the user keeps the conversation's cache.
 _remembered: WeakKeyDictionary[Cache, tuple["CloverDrafter", int]] = WeakKeyDictionary()
 
 
 def drafter_of_conversation(kind: type, network: DraftHeads, cache: Cache | None, rows: int, columns: int) -> Any:
-    """The drafter of this kind that was there when `cache` reached `columns`. None where there is none, or where the
-    caller may have changed the cache's columns or rows since: a new one knows the new prompt only."""
+    """The drafter of this kind that was remembered with `cache` at `columns` columns. None where there is none, or
+    where the caller may have changed the cache's columns or rows since; a new drafter then knows only the new
+    prompt."""
     kept, known = _remembered.pop(cache, (None, 0)) if cache is not None else (None, 0)
     if kept is None or type(kept) is not kind or kept.heads is not network or kept.rows != rows or known != columns:
         return None
@@ -51,7 +51,7 @@ class Settled:
     hidden: torch.Tensor  # [B, m, d] before the final norm
     next_tokens: torch.Tensor  # [B, m] the tokens after them
     positions: torch.Tensor  # [B, m]
-    counts: list[int]  # per row, how many of the m there are; the others are filling
+    counts: list[int]  # per row, how many of the m positions are real; the rest is filling
 
     @classmethod
     def joined(cls, parts: list["Settled"]) -> "Settled":
@@ -60,7 +60,7 @@ class Settled:
         tensors = (tuple(getattr(part, name) for part in parts) for name in ("hidden", "next_tokens", "positions"))
         hidden, next_tokens, positions = (torch.cat(tensor, dim=1) for tensor in tensors)
         counts = [sum(of_row) for of_row in zip(*(part.counts for part in parts), strict=True)]
-        if min(counts) < hidden.shape[1]:  # what there is of a row comes first
+        if min(counts) < hidden.shape[1]:  # move each row's real positions to the front
             starts = list(itertools.accumulate((part.hidden.shape[1] for part in parts), initial=0))[:-1]
             places = [
                 [start + i for start, part in zip(starts, parts, strict=True) for i in range(part.counts[row])]
@@ -89,7 +89,7 @@ class Settled:
 
 
 def given(value: torch.Tensor | None) -> torch.Tensor:
-    """A drafter's state or last tokens, which it has once `extend` has brought it a text."""
+    """A drafter's state or last tokens. They exist once `extend` has been called."""
     if value is None:
         raise RuntimeError("there is no text to draft for: call `extend` before `draft`.")
     return value
@@ -104,13 +104,13 @@ def grow(
     shape: str,
     foresight: Foresight | None = None,
 ) -> Tree:
-    """The tree below `roots` [B], drafted from what `encode` gave last [B, d]; `to_recall`, where these heads recall:
-    tokens, values and mask of the text up to there."""
+    """The tree below `roots` [B], drafted from `state` [B, d], the last output of `encode`. `to_recall`, for heads
+    that recall: tokens, values and mask of the text so far."""
     config, states = heads.config, state[:, None]  # [B, W, d] of the beams of the level before
     searched = runs = values = None
     if to_recall is not None:
         text, values, mask = to_recall
-        searched, runs = searched_text(text, *stretches(mask, text, 1))  # runs [B, W, C] up to each beam
+        searched, runs = searched_text(text, *stretches(mask, text, 1))  # runs [B, W, C] that end at each beam
 
     # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
     def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def grow(
 def grow_in_shape(
     heads: DraftHeads, expand: Expand, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None = None
 ) -> Tree:
-    """The tree below `roots` [B], whatever `expand` makes of a level."""
+    """The tree below `roots` [B], in this shape; `expand` returns the logits of a level."""
     config = heads.config
     vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
 
@@ -156,9 +156,9 @@ class CloverDrafter:
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
-        self.state: torch.Tensor | None = None  # [B, ...] what `encode` gave at the text's end
+        self.state: torch.Tensor | None = None  # [B, ...] the output of `encode` at the text's end
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
-        self.is_broken = False  # the heads gave NaN: nothing is drafted any more
+        self.is_broken = False  # the heads gave NaN: nothing more is drafted
         self._waiting: list[Settled] = []
 
     @property
@@ -168,15 +168,15 @@ class CloverDrafter:
 
     @property
     def rows(self) -> int:
-        """That it drafts for; 0 before it has taken in a text."""
+        """The number of rows that it drafts for; 0 before it has taken in a text."""
         return 0 if self.roots is None else len(self.roots)
 
     def remember(self, cache: Cache, columns: int) -> None:
-        """The text is over: the next turn may go on from here, if it comes with this cache at this length."""
+        """The text is over: the next turn may continue from here, if it passes this cache with `columns` columns."""
         _remembered[cache] = self, columns
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these rows only, in this order."""
+        """Keep these rows only, in this order."""
         index = torch.tensor(rows, device=self.heads.device)
         if self.cache is not None and self.cache.lengths:
             self.cache.keep_rows(rows)
@@ -189,20 +189,20 @@ class CloverDrafter:
         self._waiting = [each.of_rows(index, rows) for each in self._waiting]
 
     def with_path(self, tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
-        """`tree.with_path`, in the way that this drafter computes."""
+        """`tree.with_path`; in a graph, if this drafter uses graphs."""
         return with_path(tree, tokens, log_probs, nodes)
 
-    # ------------------------------------------------------------------ keeping up
+    # ------------------------------------------------------------------ taking in the text
 
     def extend(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
     ) -> None:
         """Take in, per row, the first `counts[row]` of the new positions: hidden [B, m, f], the tokens after them
-        [B, m] and the positions [B, m] of the hidden states. The heads look at them when a tree is asked for."""
+        [B, m] and the positions [B, m] of the hidden states. The heads read them when the next tree is drafted."""
         device = self.heads.device
         new = Settled(hidden.to(device), next_tokens.to(device), positions.to(device), list(counts))
         roots = new.at_last(new.next_tokens)  # [B]
-        if min(counts) == 0 and self.roots is not None:  # a row with nothing new stays where it was
+        if min(counts) == 0 and self.roots is not None:  # a row with nothing new keeps its root
             roots = torch.where(torch.tensor(counts, device=device) > 0, roots, self.roots)
         self.roots = roots
         self._waiting.append(new)
@@ -211,7 +211,7 @@ class CloverDrafter:
 
     @torch.no_grad()
     def _catch_up(self) -> None:
-        """Bring the heads' states to where the text stands."""
+        """Run the heads over all positions that wait."""
         if not self._waiting:
             return
         new, self._waiting = Settled.joined(self._waiting), []
@@ -224,12 +224,13 @@ class CloverDrafter:
         self.state = state
 
     def _states_of(self, new: "Settled") -> torch.Tensor:
-        """[B, m, d], taken in by as many positions at once as the caller, or a mask, leaves room for."""
+        """The heads' states [B, m, d], computed in blocks of as many positions as the caller sets, or a mask
+        allows."""
         cache = self.cache
         if cache is None:
             return self.heads.encode(new.hidden, new.next_tokens)
         width, block = new.hidden.shape[1], self.block
-        if block is None:  # plain causal attention needs no mask, so no blocks either
+        if block is None:  # plain causal attention needs no mask, and so no blocks
             block = width if max(cache.lengths) == 0 and self.prompt_mask is None else BLOCK
         parts = [self._encoded(new.part(start, start + block), cache) for start in range(0, width, block)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
@@ -243,9 +244,10 @@ class CloverDrafter:
         return states
 
     def _mask(self, new: int, lengths: list[int], device: torch.device) -> torch.Tensor | None:
-        """[B, 1, m, columns] for the Augmenting Block: causal from each row's own length, without the padding."""
+        """The mask [B, 1, m, columns] of the Augmenting Block: causal from each row's own length, without the
+        padding."""
         if self.prompt_mask is None and (max(lengths) == 0 or (new == 1 and len(set(lengths)) == 1)):
-            return None  # plain causal attention needs no mask, nor does a token that sees everything
+            return None  # neither plain causal attention nor one token that sees everything needs a mask
         columns = max(lengths) + new
         last_visible = torch.tensor(lengths)[:, None] + torch.arange(new)  # [B, m]
         visible = self._without_padding(torch.arange(columns) <= last_visible[..., None])  # [B, m, columns]
@@ -255,7 +257,7 @@ class CloverDrafter:
         return visible[:, None].to(device)
 
     def _without_padding(self, visible: torch.Tensor) -> torch.Tensor:
-        """`visible` [B, m, columns], narrowed in place to what is not the prompt's padding."""
+        """Set `visible` [B, m, columns] to False, in place, in the prompt's padding."""
         if self.prompt_mask is not None:
             width = min(self.prompt_mask.shape[1], visible.shape[-1])
             visible[..., :width] &= self.prompt_mask[:, None, :width].to(visible.device)
@@ -265,8 +267,8 @@ class CloverDrafter:
 
     @torch.no_grad()
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
-        """A tree of `nodes` nodes below the last tokens; its root alone where `nodes` is 0. `shape`: None for the
-        config's; `foresight`: what the next tokens will be picked with."""
+        """A tree of `nodes` nodes below the last tokens; only the root if `nodes` is 0. `shape`: None for the
+        config's. `foresight`: what is known about the next tokens."""
         roots = given(self.roots)
         if nodes == 0 or self.is_broken:
             return root_only(roots)
@@ -277,8 +279,8 @@ class CloverDrafter:
         return grow(self.heads, given(self.state), self._to_recall(), roots, nodes, shape, foresight)
 
     def _to_recall(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
-        """Of the text so far the tokens [B, C], the last layer's values [B, kv_heads, C, head_dim], and which of them
-        are a row's own [B, 1, 1, C] (None where all are)."""
+        """The text so far, for heads that recall: its tokens [B, C], the last layer's values
+        [B, kv_heads, C, head_dim], and which columns belong to each row [B, 1, 1, C] (None for all)."""
         cache = self.cache
         if cache is None or not self.config.recall:
             return None

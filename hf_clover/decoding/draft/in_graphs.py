@@ -1,9 +1,9 @@
-"""Drafting as one graph: the heads take in what is new, and grow a tree from it.
+"""Drafting as one graph: the heads take in the new positions and grow a tree.
 
-Contract: `GraphDrafter` gives the trees of `CloverDrafter`, its slow twin, and `GraphPathDrafter` those of
+Contract: `GraphDrafter` drafts the trees of `CloverDrafter`, its slow twin, and `GraphPathDrafter` those of
 `PathDrafter`. They are used where the device has graphs, whatever cache the target has. A draft reads and writes
-tensors of one shape at one place: up to `width` new positions a row, the heads' own cache, the tree. The prompt, and
-what gathers while drafting rests, is taken in eagerly before.
+tensors of fixed shapes at fixed addresses: up to `width` new positions per row, the heads' own cache, the tree. The
+prompt, and the positions that collect while nothing is drafted, are taken in eagerly before.
 
 Shapes: B batch, m new positions (`width` of them in a step), C columns, D levels, d hidden size, V vocabulary.
 """
@@ -36,17 +36,17 @@ def drafts_in_graphs(heads: DraftHeads, config: GenerationConfig) -> bool:
 
 
 class GraphDrafter(CloverDrafter):
-    cache: StaticTreeCache  # which holds nothing where the heads have no block over the sequence
+    cache: StaticTreeCache  # empty where the heads have no block over the sequence
 
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None, block: int | None, *sizes: int) -> None:
-        """`sizes`: rows, tokens of their prompts, and tokens that they have at most."""
+        """`sizes`: the number of rows, the length of their prompts, and the largest length of their texts."""
         rows, prompt, longest = sizes
         super().__init__(heads, prompt_mask, block)
         self.has_block = self.config.has_augmenting_block
-        self.width = self.config.draft_depth + 1  # what a walk settles at most
+        self.width = self.config.draft_depth + 1  # most positions that a walk settles
         self.is_remembered = False
-        self.features = 0  # numbers of a hidden state as the heads read it, known from the prompt on
-        layers = self.config.num_cache_layers if self.has_block else 1  # which stays empty
+        self.features = 0  # size of a hidden state as the heads read it, known from the prompt on
+        layers = self.config.num_cache_layers if self.has_block else 1  # without a block it stays empty
         graphs = Graphs(heads.device, "Drafts", what_drafts_read(heads))
         self.cache = take_cache(heads, layers, rows, first_capacity(prompt, longest), graphs)
         if prompt_mask is not None:
@@ -58,7 +58,7 @@ class GraphDrafter(CloverDrafter):
 
     @contextmanager
     def until_the_call_ends(self) -> Iterator["GraphDrafter"]:
-        """Then another call may have its cache, unless it goes on with a conversation."""
+        """After the block another call may use this drafter's cache, unless a conversation keeps it."""
         self.is_remembered = False
         try:
             yield self
@@ -71,8 +71,8 @@ class GraphDrafter(CloverDrafter):
         self.is_remembered = True
 
     def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
-        new = self._waiting.pop()  # as `_catch_up` leaves it
-        counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], taken before this returns
+        new = self._waiting.pop()  # the one entry that `_catch_up` leaves
+        counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], read before this returns
         inputs = [new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots, *self._last()]
         if foresight is not None:
             foresight = foresight.whole()
@@ -107,8 +107,8 @@ class GraphDrafter(CloverDrafter):
         return Tree.unpacked(packed[:, :batch], joint[:batch], min(max(depth, width), nodes))
 
     def _drafted(self, nodes: int, shape: str, temperature: float | None, *inputs: torch.Tensor) -> Outputs:
-        """The state [B, d] and the tree, as `Tree.packed` [4, B, n] and probabilities [B, n]; the last input is the
-        noise [B, D, V], if there is a temperature."""
+        """The state [B, d], and the tree as `Tree.packed` [4, B, n] and log-probabilities [B, n]. If there is a
+        temperature, the last input is the log noise [B, D, V]."""
         hidden, next_tokens, positions, counts, state, roots, *more = inputs
         foresight = None if temperature is None else Foresight(more.pop(), temperature)
         state = self._state_after(hidden, next_tokens, positions, counts, state)
@@ -116,17 +116,17 @@ class GraphDrafter(CloverDrafter):
         return state, tree.packed(), tree.log_probs
 
     def _last(self) -> list[torch.Tensor]:
-        """What a draft goes on from beside a state and a token."""
+        """What a draft needs beside a state and a token."""
         return []
 
     def _entries(self, nodes: int, shape: str) -> int:
-        """Of the cache behind the text, that a tree takes while it grows."""
+        """Cache entries behind the text that a tree uses while it grows."""
         return 0
 
     def _grown(
         self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
     ) -> Tree:
-        """`last`: what `_last` gave; `how`: nodes, shape and foresight."""
+        """`last`: what `_last` returned; `how`: nodes, shape and foresight."""
         to_recall, slots = None, self.cache.slots
         if self.has_block and self.config.recall:
             values, tokens = self.cache.layers[-2].values, self.cache.layers[-1].keys
@@ -159,7 +159,7 @@ class GraphDrafter(CloverDrafter):
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, -1, states.shape[2])  # [B, 1, d]
         return torch.where(counts[:, None] > 0, states.gather(1, last)[:, 0], state)
 
-    # ------------------------------------------------------------------ keeping up
+    # ------------------------------------------------------------------ taking in the text
 
     @torch.no_grad()
     def _catch_up(self) -> None:
@@ -176,7 +176,7 @@ class GraphDrafter(CloverDrafter):
             self.cache.stand_at([0] * len(prompt.counts))
 
     def _encoded(self, new: Settled, cache: TreeCache) -> torch.Tensor:
-        """Of the prompt all columns as they are, padding too, which is masked."""
+        """Take in all columns of the prompt; its padding is masked."""
         mask = self._mask(new.hidden.shape[1], cache.lengths, new.hidden.device)
         states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, cache)  # [B, m, d]
         cache.finish_filling(len(new.counts))
@@ -186,7 +186,7 @@ class GraphDrafter(CloverDrafter):
         return super()._states_of(new) if self.has_block else self.heads.encode(new.hidden, new.next_tokens)
 
     def _last_settled(self) -> Settled:
-        """Takes in what waits, up to its last `width` positions or fewer: these, filled up to `width`."""
+        """Take in all waiting positions but the last `width` or fewer, and return these, filled up to `width`."""
         roots, width = given(self.roots), self.width
         batch, device = len(roots), roots.device
         new = Settled.joined(self._waiting) if self._waiting else None
@@ -195,7 +195,7 @@ class GraphDrafter(CloverDrafter):
             part, new = new.part(0, width), new.part(width, new.hidden.shape[1])
             counts = torch.tensor(part.counts, device=device)
             self.cache.look_at(width)
-            self.cache.slots.seen_rows = batch  # this once, no graph is to be shared
+            self.cache.slots.seen_rows = batch  # all rows and no filling: this forward is no graph
             with self._staged(part):
                 values = (part.hidden, part.next_tokens, part.positions, counts, given(self.state))
                 self.state = self._state_after(*values)
@@ -208,7 +208,7 @@ class GraphDrafter(CloverDrafter):
 
     @contextmanager
     def _staged(self, new: Settled) -> Iterator[None]:
-        """Within, the cache takes the new positions, and keeps those that there are."""
+        """Inside the block, the cache takes the new positions; after it, the cache keeps those that are real."""
         if not self.has_block:
             yield
             return
@@ -235,13 +235,13 @@ class GraphPathDrafter(GraphDrafter, PathDrafter):
 
 
 class StaticLevels(Levels):
-    """`Levels` in tensors alone."""
+    """`Levels` without the host, so that a graph can hold it."""
 
     def __init__(
         self, drafter: GraphPathDrafter, state: torch.Tensor, last: torch.Tensor, starts: torch.Tensor
     ) -> None:
         self._begin(drafter, state, last)
-        self.slots, self.starts = drafter.cache.slots, starts  # [B, 1] where each row's text ends
+        self.slots, self.starts = drafter.cache.slots, starts  # [B, 1] the end of each row's text
 
     @contextmanager
     def _written(self, width: int) -> Iterator[None]:
@@ -260,7 +260,7 @@ IN_GRAPHS: dict[type, type[GraphDrafter]] = {CloverDrafter: GraphDrafter, PathDr
 
 
 def what_drafts_read(heads: DraftHeads) -> tuple:
-    """Of a draft what does not belong to the cache: where everything is that it reads, and sizes."""
+    """What a draft reads beside the cache: sizes from the config, and the addresses of all tensors."""
     borrowed = heads.borrowed
     tensors = [*heads.parameters(), *heads.buffers(), borrowed.embedding, *borrowed.lm_head.parameters()]
     tensors += borrowed.norm.parameters()

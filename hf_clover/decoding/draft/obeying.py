@@ -1,11 +1,11 @@
-"""Drafts that obey the caller: nothing is drafted that a logits processor will not let through.
+"""Drafts that obey the caller's logits processors: forbidden tokens are not drafted.
 
-Contract: a processor that is a pure function of scores or of one row's text is asked along the paths of a tree, with
-the draft's logits in place of the target's: what it forbids is not drafted, and what it favours is drafted first. A
-grammar is asked, too: `prefix_allowed_tokens_fn`, and a processor that keeps matchers which can be forked, as
-xgrammar's does; where it allows one token alone, or one text, that is a draft that costs no guess. Any other processor
-with a state of its own is never asked here. What is drafted decides which tokens are found early, never which tokens
-they are: the walk calls the caller's own processors as ever, once a token.
+Contract: a processor that is a pure function of scores or of one row's text is called along the paths of a tree, with
+the draft's logits in place of the target's. Tokens that it forbids are not drafted, and tokens that it favours are
+drafted first. Grammars are called, too: `prefix_allowed_tokens_fn`, and processors whose matchers can be forked, as
+xgrammar's can. Where a grammar allows only one token, or one text, it is drafted without the heads. Any other
+processor with a state of its own is never called here. Drafts decide which tokens are found early, never which tokens
+they are: the walk calls the caller's own processors as always, once per token.
 
 Shapes: B rows, W beams of a level, L columns of the text with the path, V vocabulary, U draft vocabulary, k tokens of
 a run.
@@ -23,23 +23,23 @@ from ...targets.private_api import allowed_by
 from ..call import ROWWISE_PROCESSORS, SCORE_PROCESSORS, Text, for_row
 from .foresight import Foresight
 
-# Pure functions of scores or of one row's text that forbid tokens or favour some. What only narrows or flattens a
-# distribution (top-k, temperature) forbids in the target's, which the draft's is not.
+# Pure functions of scores or of one row's text that forbid or favour tokens. Processors that only narrow or flatten a
+# distribution (top-k, temperature) are left out: they apply to the target's distribution, not to the draft's.
 OBEYED = (*(one for one in ROWWISE_PROCESSORS if one not in SCORE_PROCESSORS), SuppressTokensLogitsProcessor)
-MOST_FORCED = 24  # tokens of a run that a grammar leaves no choice in
+MOST_FORCED = 24  # longest run of tokens without a choice
 
 
 class DraftLogitsProcessor(LogitsProcessor):
     """
-    What the logits processors of a call of `generate` leave of drafts' logits, for the paths below one text.
+    Applies the logits processors of a call of `generate` to drafts' logits, for the paths below one text.
 
     Args:
         processors (`LogitsProcessorList`):
-            The caller's. Those that cannot be asked for drafts are left out.
+            The caller's processors. Those that cannot be called for drafts are left out.
         settled (`int`):
-            Tokens of the text; those behind them are a path's.
+            Number of tokens of the text; the tokens after them belong to a path.
         row (`int`, *optional*, defaults to 0):
-            Of the batch, for processors that ask which it is.
+            Number of the row in the batch, for processors that need it.
 
     Example:
 
@@ -55,7 +55,7 @@ class DraftLogitsProcessor(LogitsProcessor):
     """
 
     def __init__(self, processors: LogitsProcessorList, settled: int, row: int = 0) -> None:
-        self.grammars: list[Any] = []  # which say what may come
+        self.grammars: list[Any] = []  # those that allow tokens, in the caller's order
         self.asked: list[Callable[[Any, Any], torch.Tensor]] = []  # all, in the caller's order
         for processor in processors:
             grammar: Any = None
@@ -70,23 +70,23 @@ class DraftLogitsProcessor(LogitsProcessor):
                 self.asked.append(grammar)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits of what follows some paths.
+        """Apply the processors to the logits of the tokens after some paths.
 
         Args:
             input_ids (`torch.Tensor` of shape `[W, L]`):
-                The text, with another path behind it in each row.
+                The text followed by a path, a different one in each row.
             scores (`torch.Tensor` of shape `[W, V]`):
                 The draft's logits.
 
         Returns:
-            `torch.Tensor` of shape `[W, V]`: -inf for what cannot come
+            `torch.Tensor` of shape `[W, V]`: -inf for forbidden tokens
         """
         for ask in self.asked:
             scores = ask(input_ids, scores)
         return scores
 
     def forced(self, input_ids: torch.Tensor) -> list[int]:
-        """The run of tokens that a grammar leaves no choice in, or that a text without a choice is written with.
+        """The tokens that must follow because a grammar leaves no choice of tokens, or of the text that they spell.
 
         Args:
             input_ids (`torch.Tensor` of shape `[L]`):
@@ -103,7 +103,8 @@ class DraftLogitsProcessor(LogitsProcessor):
 
 
 def _of_paths(processor: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """What a processor of one row says of all its paths: a repetition penalty knows the row's padding by a tensor."""
+    """Call the processor of one row for all paths of that row. A repetition penalty holds the row's padding in a
+    tensor, which is repeated for each path."""
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, torch.Tensor):
         processor = copy.copy(processor)
@@ -112,7 +113,7 @@ def _of_paths(processor: Any, input_ids: torch.Tensor, scores: torch.Tensor) -> 
 
 
 class ByPrefix:
-    """`prefix_allowed_tokens_fn`, which says of a text which tokens may follow it."""
+    """`prefix_allowed_tokens_fn`, which returns the tokens that may follow a text."""
 
     def __init__(self, allowed: Callable[[int, torch.Tensor], list[int]], row: int) -> None:
         self.allowed, self.row = allowed, row
@@ -129,13 +130,13 @@ class ByPrefix:
 
 
 class ByMatcher:
-    """A matcher of a grammar that stands before the text's last token: the caller's processor tells it a token when it
-    is asked for the next one. It is forked along the paths and stays where it is."""
+    """A grammar's matcher, which has read all of the text but its last token: the caller's processor passes it a token
+    when it is called for the next one. The matcher is forked along the paths and is not changed."""
 
     def __init__(self, matcher: Any, settled: int, vocab_size: int) -> None:
         self.matcher, self.settled, self.vocab_size = matcher, settled, vocab_size
-        # Tokens from the text's last one on -> a matcher that has read them and what may follow [V]; None where the
-        # grammar is at its end, or never comes so far.
+        # Tokens from the text's last one on -> a matcher that has read them, and the tokens that may follow [V]. None
+        # where the grammar has ended, or does not allow these tokens.
         self.known: dict[tuple[int, ...], tuple[Any, torch.Tensor] | None] = {}
 
     def _behind(self, tokens: tuple[int, ...]) -> tuple[Any, torch.Tensor] | None:
@@ -172,7 +173,7 @@ class ByMatcher:
             return []
         if int(known[1].sum()) == 1:
             return [int(known[1].nonzero()[0])]
-        # One text may be cut into tokens in several ways; a target nearly always writes it with the longest.
+        # A text can be split into tokens in several ways; a target nearly always writes the longest tokens.
         return known[0].find_jump_forward_tokens() if hasattr(known[0], "find_jump_forward_tokens") else []
 
 
@@ -187,10 +188,10 @@ def has_matchers(processor: Any) -> bool:
 
 
 class Obedience(Foresight):
-    """What is asked of the caller's processors while one tree grows."""
+    """Calls the caller's processors while one tree grows."""
 
     def __init__(self, text: Text, vocab_size: int) -> None:
-        self.foresight: Foresight | None = None  # what else is known of the next tokens
+        self.foresight: Foresight | None = None  # what else is known about the next tokens
         self.vocab_size = vocab_size
         self.rows = text.running_rows()  # [L] each
         self.processors = [
@@ -198,7 +199,7 @@ class Obedience(Foresight):
             for row, ids in zip(text.running, self.rows, strict=True)
         ]
         self.paths: list[torch.Tensor] = []  # [W, L] of each row
-        self.left_nothing = False  # of a row's first level
+        self.left_nothing = False  # the processors forbade all drafts of some row's first level
 
     def weigh(
         self,
@@ -208,7 +209,7 @@ class Obedience(Foresight):
         chosen: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `Foresight.weigh`: logits [B, W, U], -inf for what cannot come below these beams."""
+        """As `Foresight.weigh`: logits [B, W, U], -inf for tokens that are forbidden below these beams."""
         if chosen is None or tokens is None:
             self.paths = [ids[None].to(logits.device) for ids in self.rows]  # [1, L]
         else:
@@ -224,14 +225,14 @@ class Obedience(Foresight):
             [ask(path, here) for ask, path, here in zip(self.processors, self.paths, whole, strict=True)]
         )
         left = left if vocabulary is None else left[..., vocabulary]  # [B, W, U]
-        nothing = (left == -torch.inf).all(-1, keepdim=True)  # that may come can be drafted
+        nothing = (left == -torch.inf).all(-1, keepdim=True)  # no allowed token can be drafted
         self.left_nothing |= level == 0 and bool(nothing.any())
         if self.foresight is not None:
             left = self.foresight.weigh(level, left.masked_fill(nothing, 0.0), vocabulary, chosen, tokens)
         return left.masked_fill(nothing, -torch.inf)
 
     def cut(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-        """`log_probs` [B, k] of paths `tokens` [B, k], -inf from the first token on that cannot come."""
+        """`log_probs` [B, k] of paths `tokens` [B, k], with -inf from the first forbidden token on."""
         log_probs = log_probs.clone()
         for ask, ids, path, sure in zip(self.processors, self.rows, tokens, log_probs, strict=True):
             for place in range(len(path)):
@@ -244,8 +245,8 @@ class Obedience(Foresight):
         return log_probs
 
     def forced(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of each row the run that it is forced to go on with: tokens [B, k], and joint log-probabilities [B, k], zero
-        as far as the run goes and -inf behind it. None where no row is."""
+        """The tokens that must follow in each row: tokens [B, k], and joint log-probabilities [B, k], 0 along a row's
+        run and -inf behind it. None where no row has such a run."""
         runs = [ask.forced(ids) for ask, ids in zip(self.processors, self.rows, strict=True)]
         longest = max(map(len, runs))
         if longest == 0:
@@ -257,12 +258,12 @@ class Obedience(Foresight):
 
 
 def processors_of(text: Text, row: int) -> LogitsProcessorList:
-    """As they treat this row of the batch."""
+    """The processors for this row of the batch."""
     return text.processors[row] if len(text.processors) > 1 else for_row(text.processors[0], row)
 
 
 def must_obey(processors: Sequence[Any]) -> bool:
-    """Whether any of them is asked for drafts."""
+    """Whether any of them must be called for drafts."""
     return any(type(one) in OBEYED or allowed_by(one) is not None or has_matchers(one) for one in processors)
 
 

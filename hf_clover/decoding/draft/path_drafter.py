@@ -1,9 +1,9 @@
 """Drafting with layers that attend over the drafted path: EAGLE's side of a step.
 
-Contract: `PathDrafter` keeps up with the text as `CloverDrafter` does, and drafts with one forward of the heads'
-layers a level. Keys and values of drafted nodes stand in the cache behind those of the text while a tree grows, and
-are forgotten when it is done: what was accepted is taken in anew, from the target's own states. A node attends to the
-text and to its own ancestors. Of the heads it needs `encode`, `recycled`, `advance`, `output` and `score`.
+Contract: `PathDrafter` takes in the text as `CloverDrafter` does, and drafts with one forward of the heads' layers per
+level. While a tree grows, keys and values of drafted nodes are in the cache, after those of the text. They are dropped
+when the tree is complete: accepted tokens are taken in anew, from the target's own states. A node attends to the text
+and to its own ancestors. The heads must have `encode`, `recycled`, `advance`, `output` and `score`.
 
 Shapes: B batch, d hidden size, W beams of a level, n nodes drafted so far, C cache columns.
 """
@@ -24,7 +24,7 @@ from .foresight import Foresight
 class PathDrafter(CloverDrafter):
     """The state kept for the root is the layers' output at the last position."""
 
-    heads: Any  # with these methods
+    heads: Any  # heads with these methods
     cache: TreeCache
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,12 +53,12 @@ class PathDrafter(CloverDrafter):
             self.cache.slots.lengths = settled
 
     def levels(self) -> Any:
-        """What has `expand`, for one tree."""
+        """An object whose `expand` grows one tree."""
         return Levels(self)
 
 
 class Levels:
-    """A tree that is being grown: the states of its last level, and who descends from whom."""
+    """A growing tree: the states of its last level, and the ancestors of each node."""
 
     def __init__(self, drafter: PathDrafter) -> None:
         self._begin(drafter, given(drafter.state), given(drafter.last))
@@ -69,12 +69,12 @@ class Levels:
         self.states = state[:, None]  # [B, W, d]
         self.ancestors = torch.ones(
             len(state), 1, 0, dtype=torch.bool, device=state.device
-        )  # [B, W, n], themselves too
+        )  # [B, W, n], the node itself included
         ahead = last[:, None] + torch.arange(drafter.config.draft_depth, device=state.device)  # [B, depth]
         self.rope = self.heads.rotary_emb(self.states, ahead)  # [B, depth, head_dim] each
 
     def expand(self, level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-        """As `tree.Expand`: logits [B, W, V] of what follows `tokens` [B, W]."""
+        """As `tree.Expand`: logits [B, W, V] of the tokens after `tokens` [B, W]."""
         if chosen is not None:
             self._descend(level, chosen, tokens)
         return self.heads.score(self.heads.output(self.states))
@@ -92,7 +92,7 @@ class Levels:
 
     @contextmanager
     def _written(self, width: int) -> Iterator[None]:
-        """Within, keys and values of a level stand behind those of the levels before."""
+        """Inside the block, keys and values of a level are written after those of the levels before."""
         with self.cache.staged(width):
             yield
         self.cache.slots.lengths = [length + width for length in self.cache.lengths]

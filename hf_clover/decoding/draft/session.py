@@ -33,13 +33,14 @@ from .foresight import Unwalked, foresee
 from .in_graphs import IN_GRAPHS, drafts_in_graphs
 from .obeying import Obedience, must_obey
 
-DROP_BELOW = 0.75  # of a batch's rows going on
-WATCHED = 200  # places at which first drafts are watched
-HOPELESS = 0.05  # share of right ones among them, below which there is a warning
+DROP_BELOW = 0.75  # share of a batch's rows that still run
+WATCHED = 200  # places at which the first draft is compared with the text
+HOPELESS = 0.05  # share of right first drafts, below which there is a warning
 
 
 def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:
-    """The heads cast what they are given to their own dtype: a caller's `torch.autocast` is for the target alone."""
+    """Switch autocast off: the heads cast their inputs to their own dtype, and a caller's `torch.autocast` is for the
+    target only."""
     kind = heads.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -53,21 +54,21 @@ def layers_read(heads: DraftHeads) -> tuple[int, ...]:
 class DraftSession:
     def __init__(self, heads: DraftHeads, budget: Budget, run: Run, text: Text) -> None:
         self.heads, self.run, self.text, self.budget = heads, run, text, budget
-        self.is_needed = not text.done or run.keeps_cache  # the heads of a conversation follow it to its end
+        self.is_needed = not text.done or run.keeps_cache  # in a conversation the heads read the text to its end
         self.obeys = must_obey([processor for those in text.processors for processor in those])
         self.drafter = self._drafter_of_conversation(heads)
         budget.in_graphs = run.in_graphs
         waits = run.shape == "chain" and len(text.finished) > 1  # rows wait for each other
         most = 0 if waits or heads.config.draft_tree == "chain" else heads.config.draft_copies
         self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
-        self.drafted = 0  # nodes by the heads, in this step
+        self.drafted = 0  # nodes that the heads draft in this step
         self.obedience: Obedience | None = None  # in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         self.listener: Listener | None = None if heads.learner is None else heads.learner.listen(run)
         text.take_fresh()
 
     def _drafter_of_conversation(self, heads: DraftHeads) -> CloverDrafter:
-        """The one that it had, or a new one: in graphs where the device has them."""
+        """The drafter of the turn before, or a new one; in graphs where the device has them."""
         run, config, mask = self.run, self.run.generation_config, self.run.prompt_mask
         (rows, columns), block = run.hidden.shape[:2], config.prefill_chunk_size
         mask = None if mask is None else mask[:, -columns:]
@@ -84,11 +85,11 @@ class DraftSession:
     # ------------------------------------------------------------------ what the heads take in
 
     def extend_by_prompt(self) -> None:
-        """Every prompt position that the target has just computed, each with the token after it."""
+        """Pass the prompt's positions that the target has just computed to the heads, each with the token after it."""
         if not self.is_needed and self.listener is None:
             return
         hidden, rows = self.run.hidden, self.text.rows()  # [B, T, d]
-        known = min(hidden.shape[1], rows[0].shape[0])  # a prompt of embeddings has no tokens but the one just emitted
+        known = min(hidden.shape[1], rows[0].shape[0])  # for a prompt of embeddings only the new token is known
         if known < hidden.shape[1]:
             self.drafter.prompt_mask = None
         tokens = torch.stack([row[-known:] for row in rows])  # [B, T]
@@ -106,9 +107,10 @@ class DraftSession:
             self.drafter.extend(hidden, tokens, positions, counts)
 
     def extend(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
-        """Every walked node of `tree`, each with the token emitted at it; `logits` [B, n, V] of all."""
+        """Pass every walked node of `tree` to the heads, each with the token emitted at it. `logits` [B, n, V]: of all
+        nodes."""
         text, run = self.text, self.run
-        found_no_drafts, text.found_no_drafts = text.found_no_drafts, False  # which the walk sees at no cost
+        found_no_drafts, text.found_no_drafts = text.found_no_drafts, False  # found by the walk at no cost
         forbidden = self.obedience is not None and self.obedience.left_nothing
         if found_no_drafts and self.drafted and not forbidden and not self.drafter.is_broken:
             self.drafter.is_broken = True
@@ -130,13 +132,13 @@ class DraftSession:
         self._pass_on(run.hidden[:, :longest], tokens, positions, counts)
 
     def _watch(self, paths: Sequence[Sequence[int]]) -> None:
-        """Heads that read the wrong layers draft rubbish without a word: say so once."""
+        """Warn once if first drafts are nearly always wrong. Heads that read the wrong layers raise no error."""
         known = memory_of(self.run.target).first_drafts
         places, right = known.get(self.heads, (0, 0))
         if places >= WATCHED:
             return
         for row, path in zip(self.text.running, paths, strict=True):
-            if not self.text.finished[row]:  # it might have gone on to the first draft
+            if not self.text.finished[row]:  # its walk could have reached the first draft
                 places, right = places + 1, right + (path[1:2] == [1])
         known[self.heads] = places, right
         if places >= WATCHED and right < HOPELESS * places:
@@ -174,8 +176,8 @@ class DraftSession:
         return tree
 
     def _known_paths(self, obedience: Obedience | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is drafted without the heads, tokens [B, k] and joint log-probabilities [B, k]: what a row is forced to
-        go on with, or else what is copied for it."""
+        """Drafts that do not come from the heads: tokens [B, k] and joint log-probabilities [B, k]. Each row has the
+        tokens that must follow, or else copied ones."""
         copied = self._copied_paths()
         if obedience is None or self.run.must_settle:
             return copied
@@ -193,7 +195,8 @@ class DraftSession:
         return torch.where(is_forced, tokens, others), torch.where(is_forced, sure, hopes)
 
     def _copied_paths(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is copied for the running rows, tokens [B, k] and joint log-probabilities [B, k]; None for nothing."""
+        """The copied drafts of the running rows: tokens [B, k] and joint log-probabilities [B, k]. None if there are
+        none."""
         if self.copies is None or self.drafter.is_broken or self.run.must_settle:
             return None
         self.copies.extend(self.text.take_fresh())
@@ -203,7 +206,7 @@ class DraftSession:
     # ------------------------------------------------------------------ rows and texts that end
 
     def drop_finished_rows(self) -> None:
-        """Rows that have ended leave the batch, once they are so many that copying the others' cache pays."""
+        """Drop finished rows from the batch, once they are so many that copying the other rows' cache pays."""
         text, going = self.text, self.text.unfinished
         if not going or text.in_lockstep or not self.run.can_drop_rows or len(going) > DROP_BELOW * len(text.running):
             return
@@ -212,7 +215,8 @@ class DraftSession:
         text.running = [text.running[place] for place in going]
 
     def hand_back(self, sequences: torch.Tensor, synced_gpus: bool) -> Any:
-        """The cache, which the caller or plain generate can go on with, where anybody gets it. The text is over."""
+        """The text is over: return its cache, with which the caller or plain generate can continue. None if nobody
+        gets it."""
         if self.copies is not None:
             self.copies.extend(self.text.take_fresh())
             self.copies.remember()

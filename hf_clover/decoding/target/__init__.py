@@ -1,1 +1,1 @@
-"""The target in a call: its forwards, and what must be known of it."""
+"""The target in a call: its forwards, and what is measured and remembered about it."""

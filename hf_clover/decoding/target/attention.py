@@ -1,16 +1,16 @@
-"""Attention over a tree: which implementation of the target's takes a tree's mask, and a faster one for shared heads.
+"""Attention over a tree: an implementation that takes a tree's mask, and a faster one for shared heads.
 
-Contract: inside `attention_for_trees(target)` the target attends in a way that takes a mask of any shape. Where query
-heads share a key head, that is `packed_attention`, which computes what transformers' sdpa attention does, its slow
-twin. With a mask, sdpa copies keys and values for every query head, in every layer and over the whole text; here the
-query heads that share a key head stand behind one another as rows of one head, as transformers does for one token.
-Its masks have their rows repeated as often (`shared_heads`), once for all layers. In half precision on CUDA it asks
-for the memory-efficient kernel by name: torch would take cuDNN's there, which plans anew for every length of a text,
-for tens of milliseconds. Over a long text in a graph it attends in two parts (`long_texts`).
+Contract: inside `attention_for_trees(target)` the target's attention takes a mask of any shape. Where query heads
+share a key head, `packed_attention` is used. It computes what transformers' sdpa attention does, its slow twin. With a
+mask, sdpa copies keys and values for every query head, in every layer and over the whole text. `packed_attention`
+makes the query heads that share a key head rows of one head, as transformers does for one token. The rows of its masks
+are repeated for each of these heads (`shared_heads`), once for all layers. In half precision on CUDA it calls the
+memory-efficient kernel by name: torch would choose cuDNN's, which plans anew for every length of a text and takes tens
+of milliseconds for it. Over a long text in a graph it attends in two parts (`long_texts`).
 
-Other threads may run the same target meanwhile, with drafts or without, and may have begun before and end after: the
-implementation lies in the target's config, which all share. So what is put there does for every other forward what
-the target's own would have done. Trees are known by their masks, which no other forward has.
+Other threads may run the same target at the same time, with drafts or without, and may begin before and end after. The
+implementation is named in the target's config, which all threads share. So the implementation that is put there
+behaves, for every other forward, as the target's own. Trees are recognized by their masks, which no other forward has.
 
 Shapes: B batch, H query heads, K key heads, G = H / K, n tree nodes, C cache columns, D size of a head.
 """
@@ -74,11 +74,12 @@ def packed_attention(
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 
-_besides: dict[str, str] = {}  # implementation -> the one that adds trees to it
+_besides: dict[str, str] = {}  # name of an implementation -> name of the one that adds trees to it
 
 
 def _with_trees(implementation: str) -> str:
-    """The name of `packed_attention` for trees and `implementation`, which takes no such masks, for all else."""
+    """The name of an implementation that calls `packed_attention` for trees, and `implementation` for everything
+    else."""
     if implementation == "sdpa":
         return PACKED
     if implementation not in _besides:
@@ -97,7 +98,7 @@ def _with_trees(implementation: str) -> str:
             chosen = packed_attention if is_tree else ALL_ATTENTION_FUNCTIONS[implementation]
             return chosen(module, query, key, value, attention_mask, *args, **kwargs)
 
-        # No name that tells of flash attention, for which transformers has ways of its own.
+        # The name must not contain that of flash attention, which transformers treats specially.
         name = _besides[implementation] = f"{PACKED}_or_another_{len(_besides)}"
         AttentionInterface.register(name, attention)
         if implementation in masks:
@@ -118,9 +119,9 @@ def shared_heads(target: PreTrainedModel) -> int:
 
 @contextmanager
 def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
-    """Says "sdpa" or "eager", by the masks that the target takes inside the block.
+    """Inside the block the target takes trees' masks. Yields "sdpa" or "eager", the kind of masks that it takes.
 
-    Several threads may be inside at once: the last one out puts the target's own back.
+    Several threads may be inside at once: the last one to leave restores the target's own implementation.
     """
     memory = memory_of(target)
     with memory.lock:
@@ -149,7 +150,7 @@ def attention_for_trees(target: PreTrainedModel) -> Iterator[str]:
 
 
 def _is_looked_up(target: PreTrainedModel, implementation: str) -> bool:
-    """Whether the target's layers look it up anew at every forward; older ones are made for one implementation."""
+    """Whether the target's layers look `implementation` up at every forward; older models are built for one."""
     return looks_up_attention(target) and implementation in ALL_ATTENTION_FUNCTIONS
 
 

@@ -1,8 +1,8 @@
-"""The target's side of a call of `generate`: what `target_run.TargetRun`, which verifies trees, and `chain.ChainRun`,
-which verifies chains, have in common, and what the loop and the heads ask of either.
+"""The target's side of a call of `generate`: the common base of `trees.TargetRun`, which verifies trees, and
+`chains.ChainRun`, which verifies chains.
 
-Contract: the prompt (`prefill`), then for each step one forward (`verify`) and what is kept of it (`commit`), all
-inside the block of `open`, after which the target is as it was.
+Contract: `prefill` reads the prompt. Then each step runs one forward (`verify`) and keeps a part of it (`commit`). All
+calls are inside the block of `open`; after the block, the target is as it was.
 
 Shapes: B running rows, T prompt columns, n tree nodes, f numbers of a state as the heads read it, V vocabulary.
 """
@@ -22,14 +22,14 @@ Held = TypeVar("Held")
 
 
 class Run:
-    shape: str | None = None  # of the drafts that it can verify: "chain", or None for any tree
-    in_graphs = False  # its forward over a tree is a graph, of one of few sizes
-    cache: Any  # the target's, of which others look at `lengths`: tokens of each row that it holds, or is to hold
-    # [B, n, f] of the last forward, as the heads read it; from `commit` on, the walked nodes come first
+    shape: str | None = None  # the shape of drafts that it can verify: "chain", or None for any tree
+    in_graphs = False  # whether its forward over a tree is a graph, of one of few sizes
+    cache: Any  # the target's cache; others read its `lengths`: tokens per row that it holds, or is to hold
+    # [B, n, f] states of the last forward, as the heads read them; from `commit` on, the walked nodes come first
     hidden: torch.Tensor
-    walked: torch.Tensor | None = None  # [B, 3, n] what the last forward's own walk found (`walk_in_tensors`)
+    walked: torch.Tensor | None = None  # [B, 3, n] result of the last forward's own walk (`walk_in_tensors`)
     prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
-    root_position: torch.Tensor  # [B, 1] of the tree that was committed last
+    root_position: torch.Tensor  # [B, 1] position of the root of the tree that was committed last
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Run:
         model_kwargs: dict[str, Any],
         feature_layers: Sequence[int] = (),
     ) -> None:
-        """`feature_layers`: whose states the heads read, as `capture_states` takes them."""
+        """`feature_layers`: the layers whose states the heads read, as `capture_states` takes them."""
         self.target, self.generation_config = target, generation_config
         self.feature_layers = tuple(feature_layers)
-        self.model_kwargs = dict(model_kwargs)  # the prompt's; from `prefill` on with its `position_ids` [..., B, T]
-        self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or a new one that plain would use
-        self.known_columns = _columns(self.theirs)  # of an earlier turn
+        self.model_kwargs = dict(model_kwargs)  # of the prompt; from `prefill` on with `position_ids` [..., B, T]
+        self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or one as plain generate makes
+        self.known_columns = _columns(self.theirs)  # columns of an earlier turn
         self._captured: list[torch.Tensor] = []
         self._open = ExitStack()
 
@@ -55,7 +55,7 @@ class Run:
             yield self
 
     def hold(self, context: AbstractContextManager[Held]) -> Held:
-        """Enters `context` for as long as this run is open."""
+        """Enter `context` until this run closes."""
         return self._open.enter_context(context)
 
     def _take_hidden(self) -> torch.Tensor:
@@ -68,22 +68,22 @@ class Run:
 
     @property
     def has_the_users_cache(self) -> bool:
-        """Whether `theirs` is the user's, who goes on with it in a next turn."""
+        """Whether `theirs` is the user's own cache, which a next turn may continue."""
         return is_the_users(self.theirs)
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether somebody will see the cache when the text is over."""
+        """Whether the caller gets the cache when the text is over."""
         return self.generation_config.return_dict_in_generate or self.has_the_users_cache
 
     @property
     def replayed(self) -> int:
-        """Settled tokens that the next forward takes again, because the cache does not hold them."""
+        """How many settled tokens the next forward runs again, because the cache does not hold them."""
         return 0
 
     @property
     def must_settle(self) -> bool:
-        """Whether the next step should have no drafts, so that nothing need be replayed after it."""
+        """Whether the next step should have no drafts, so that nothing has to be replayed after it."""
         return False
 
     @property
@@ -91,14 +91,16 @@ class Run:
         """Whether `keep_rows` may be called."""
         return False
 
-    # ------------------------------------------------------------------ what each does in its way
+    # ------------------------------------------------------------------ what each kind does in its own way
 
     def prefill(self, input_ids: torch.Tensor, limit: int) -> torch.Tensor:
-        """The prompt, as plain generate does it -> logits [B, 1, V] of its last token. `limit`: the text's length."""
+        """Read the prompt as plain generate does -> logits [B, 1, V] of its last token. `limit`: the text's greatest
+        length."""
         raise NotImplementedError
 
     def verify(self, tree: Tree) -> torch.Tensor:
-        """Logits [B, n, V] of every node, each as if its path were the text. Nothing is kept before `commit`."""
+        """Logits [B, n, V] of every node, computed as if the node's path were the text. Nothing is kept before
+        `commit`."""
         raise NotImplementedError
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
@@ -106,12 +108,12 @@ class Run:
         raise NotImplementedError
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Go on with these running rows only, in this order."""
+        """Keep these running rows only, in this order."""
         raise NotImplementedError("rows of a chain go in lockstep: all of them stay to the end.")
 
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
-        """The text is over: the cache gets what it lacks of `sequences` [B, L] without the last token, where rows that
-        ended early are padded as plain generate pads them. Returns the number of its columns."""
+        """The text is over: add to the cache what it lacks of `sequences` [B, L] without the last token. Rows that
+        ended early are padded as plain generate pads them. Returns the number of the cache's columns."""
         raise NotImplementedError
 
     def hand_back(self, columns: int) -> Any:
@@ -123,7 +125,7 @@ class Run:
 def _columns(cache: Any) -> int:
     try:
         return int(cache.get_seq_length())
-    except (AttributeError, ValueError):  # there is none, or it keeps states only, which have no length
+    except (AttributeError, ValueError):  # there is no cache, or it keeps only states, which have no length
         return 0
 
 

@@ -1,15 +1,14 @@
 """The target's side of a step where it cannot verify a tree: one chain of drafts, over the target's own cache.
 
-Contract: `ChainRun` is a `Run` of chains and rows in lockstep: every forward is one that
-plain generate could have made, over several tokens in place of one, with the masks and positions that plain generate
-would give. Two ways to take back what was rejected:
+Contract: `ChainRun` is a `Run` of chains, with rows in lockstep. Every forward is one that plain generate could make,
+over several tokens in place of one, with the masks and positions of plain generate. There are two ways to take back
+rejected tokens:
 
 - The cache is cropped, where it can be.
-- A recurrent state cannot be cropped, but it can be kept: a forward runs on a copy of the cache (`copied`), and where
-  a draft was rejected the copy is dropped. Then the next forward takes the tokens accepted since (`replayed` of them)
-  and the new chain behind them, so a rejected draft costs some positions and never a forward. Where everything was
-  accepted, the copy is what the next forward stands on, and nothing is replayed. A target that keeps no cache at all
-  replays its whole text, as in plain generate.
+- A recurrent state cannot be cropped, so a forward runs on a copy of the cache (`copied`). If a draft was rejected,
+  the copy is dropped. The next forward then runs the tokens accepted since (`replayed` of them), followed by the new
+  chain. So a rejected draft costs some positions, but never a forward. If all drafts were accepted, the next forward
+  uses the copy, and nothing is replayed. A target without any cache replays its whole text, as in plain generate.
 
 A caller's cache is not touched before `hand_back`.
 
@@ -31,7 +30,7 @@ from ..tree import Tree, root_only
 from .base import Run
 from .one_by_one import one_by_one
 
-MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step drafts nothing and settles them
+MOST_REPLAYED = 24  # accepted tokens that may wait to be run again; then a step without drafts settles them
 
 
 class ChainRun(Run):
@@ -46,13 +45,14 @@ class ChainRun(Run):
         steps: bool = False,
         feature_layers: Sequence[int] = (),
     ) -> None:
-        """`replays`: by a copy of the cache and not by cropping it; `steps`: recurrent layers go one by one."""
+        """`replays`: rejected tokens are taken back by a copy of the cache, not by cropping it. `steps`: recurrent
+        layers take tokens one by one."""
         super().__init__(target, config, model_kwargs, feature_layers)
         self.replays, self.steps = replays, steps
-        self.cache = Slots()  # where rows stand, of what its own cache holds or is to hold
+        self.cache = Slots()  # rows' lengths that the target's cache holds, or is to hold
         self._behind = 0  # settled tokens that the target's cache does not hold
         self._ids: torch.Tensor  # [B, L] the settled text
-        self._inputs: dict[str, Any]  # what plain generate would pass on for it
+        self._inputs: dict[str, Any]  # what plain generate would pass on for that text
         self._left = 0  # tokens that may still be emitted
         self._staged: tuple[torch.Tensor, Any, int] | None = None  # a chain that is not committed: tokens, outputs, n
         self._is_stepping = False
@@ -80,7 +80,7 @@ class ChainRun(Run):
             self.prompt_mask = mask.bool()
         self._prompt_length = length if mask is None else mask.shape[1]
         positions = given.get("position_ids")
-        if positions is None:  # the drafter counts as such a target does, by columns
+        if positions is None:  # such a target counts columns, and the drafter does the same
             positions = torch.arange(self._prompt_length, device=input_ids.device).expand(batch, -1)  # [B, T]
         self.model_kwargs["position_ids"] = positions
         last = positions.reshape(-1, *positions.shape[-2:])[0][:, -1:]  # [B, 1]
@@ -88,7 +88,7 @@ class ChainRun(Run):
         self.cache.lengths = [self._prompt_length] * batch
         self._ids, self._left = input_ids, limit - input_ids.shape[1] - 1
         self._inputs = inputs_after(self.target, outputs, given)
-        names = set(outputs.keys())  # asked one by one, transformers warns of old names
+        names = set(outputs.keys())  # looking names up would make transformers warn of old ones
         self._name = next((name for name in (cache_name(), "cache_params", "state") if name in names), "")
         self._has_cache = self._name != "" and self._inputs.get(self._name) is not None
         if not self._has_cache:
@@ -104,7 +104,7 @@ class ChainRun(Run):
             self._open.enter_context(one_by_one(self.target))
             self._is_stepping = True
         size = tree.size
-        width = min(size, max(self._left, 1))  # no position beyond the answer's; what is not run is not walked either
+        width = min(size, max(self._left, 1))  # no position beyond the answer's last, since no walk reaches it
         tokens = tree.tokens[:, :width].to(self._ids.device)
         inputs = dict(self._inputs)
         if self.replays and self._has_cache:
@@ -119,7 +119,7 @@ class ChainRun(Run):
         return filled(outputs.logits[:, -width:], size, 1)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keep the first nodes of the chain, as many of each row."""
+        """Keep the first nodes of the chain, the same number in each row."""
         kept = len(paths[0])
         if self._staged is None:
             raise RuntimeError("there is nothing to keep: call `verify` before `commit`.")
@@ -138,7 +138,7 @@ class ChainRun(Run):
         self.cache.lengths = [length + kept for length in self.cache.lengths]
 
     def _take_back(self) -> None:
-        """A chain that nothing was kept of."""
+        """Drop a chain that was not committed."""
         if self._staged is not None and not self.replays:
             self._inputs[self._name].crop(-self._staged[2])
         self._staged = None
@@ -146,10 +146,10 @@ class ChainRun(Run):
     # ------------------------------------------------------------------ the cache that plain generate can continue
 
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
-        """Rows are of one length; what the cache does not hold yet, it gets. Returns its columns."""
+        """Rows have one length already: run the tokens that the cache does not hold yet. Returns its columns."""
         self._take_back()
         while any_goes_on(self.replayed == 0, synced_gpus, sequences.device):
-            if self.replayed == 0:  # another process has something to replay: keep it company
+            if self.replayed == 0:  # another process has something to replay, and waits for this forward
                 self.verify(root_only(sequences[:, -1]))
                 continue
             inputs = inputs_of_step(self.target, self._ids, _cut(self._inputs, 1), self.replayed, 1)
@@ -158,7 +158,7 @@ class ChainRun(Run):
         return max(self.cache.lengths)
 
     def hand_back(self, columns: int) -> Any:
-        """The settled text's cache, in the user's own object where there is one."""
+        """The cache of the settled text, in the user's own object if there is one."""
         self._take_back()
         if not self._has_cache:
             return None
@@ -168,7 +168,7 @@ class ChainRun(Run):
                 layer.record_past = False
         if not isinstance(theirs, DynamicCache):
             return cache
-        if isinstance(cache, DynamicCache):  # and not a state of another kind, beside which theirs stayed as it was
+        if isinstance(cache, DynamicCache):  # and not a state of another kind, which leaves theirs unchanged
             theirs.__dict__.update(cache.__dict__)
         return theirs
 
@@ -189,8 +189,8 @@ def _cut(inputs: dict[str, Any], columns: int) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """A cache that may be written while `value` stays as it is. Keys and values are shared: growing layers make new
-    ones of them. States are written in place."""
+    """A copy of a cache that may be written to without changing `value`. Keys and values are shared, since growing
+    layers make new tensors. States are copied, since they are written in place."""
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, dict):

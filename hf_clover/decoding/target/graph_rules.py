@@ -1,7 +1,7 @@
-"""Which forwards over trees may be CUDA graphs, and what is in one beside its inputs and its cache.
+"""Which forwards over trees may be CUDA graphs, and what a graph holds beside its inputs and its cache.
 
-Contract: a rule for what a capture would take without a word and get wrong, or break off in the middle of; `trial`
-measures the rest, and a capture that fails leaves everything eager (`graphs.py`). A reason is told once.
+Contract: the rules here name cases in which a capture would be silently wrong, or would fail midway. `trial` measures
+the other cases, and after a failed capture everything runs eagerly (`graphs.py`). Each reason is logged once.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 
 
 def why_no_graphs(target: PreTrainedModel, config: GenerationConfig) -> str | None:
-    """None where forwards over trees are captured, and "" where nobody expects that."""
+    """None where forwards over trees are captured, and "" where no reason is logged: nobody expects graphs there."""
     if device_of(target).type not in CAPTURES or config.disable_compile:
         return ""
     return memory_of(target).why_no_graphs or _why_no_graphs(target)
@@ -34,11 +34,11 @@ def tell_why_no_graphs(target: PreTrainedModel, reason: str) -> None:
 def _why_no_graphs(target: PreTrainedModel) -> str | None:
     weights = list(target.parameters())
     if len({weight.device for weight in weights}) > 1 or come_and_go(target.modules()):
-        return "its weights are on several devices, or come and go"
+        return "its weights are on several devices, or are moved for every forward"
     if are_divided(weights):
         return "its weights are divided among processes"
     if target.training:
-        return "it is in training mode; `.eval()` leaves that"
+        return "it is in training mode; call `.eval()` on it"
     if getattr(target, "is_loaded_in_8bit", False):
         return "its 8-bit layers look for outliers on the host"
     if has_hooks_of_others(target):
@@ -46,12 +46,12 @@ def _why_no_graphs(target: PreTrainedModel) -> str | None:
     if is_compiled(target):
         return "its forward is compiled"
     if experts_of(target) == "eager":
-        return 'its experts run one by one; `experts_implementation="grouped_mm"` when it is loaded leaves that'
+        return 'its experts run one by one; load it with `experts_implementation="grouped_mm"`'
     return None
 
 
 def what_forwards_read(target: PreTrainedModel) -> tuple:
-    """Of a forward what is no input: addresses of weights, which adapters are on, and switches of torch's."""
+    """What a forward reads beside its inputs: addresses of weights, the active adapters, and torch's switches."""
     tensors = [*target.parameters(), *target.buffers()]
     kind = device_of(target).type
     switches = (
@@ -66,7 +66,7 @@ def what_forwards_read(target: PreTrainedModel) -> tuple:
 
 
 def adapters_on(target: PreTrainedModel) -> tuple:
-    """Of each layer that has adapters, which are on, and how strong they are."""
+    """For each layer with adapters: the active ones, and the scale of each."""
     layers: list[Any] = [module for module in target.modules() if hasattr(module, "active_adapters")]
     return tuple(
         (tuple(layer.active_adapters), layer.disable_adapters, tuple(sorted(layer.scaling.items())))

@@ -1,16 +1,16 @@
 """Attention of a tree over a long text in two parts: of every node over the text, and of the nodes among themselves.
 
-Contract: `hang_parts` hangs on a forward's mask of full attention what `parts_of` finds there again, in each layer to
-which that very mask came. `Parts.attend` gives what attention by the mask gives. The mask stays right: a layer that
-cannot attend in parts goes by it, and a mask that a target has changed is another tensor, on which nothing hangs.
+Contract: `hang_parts` attaches `Parts` to a forward's mask of full attention, and `parts_of` finds them in each layer
+that gets this very mask. `Parts.attend` returns what attention by the mask returns. The mask stays correct: a layer
+that cannot attend in parts uses it. If a target has changed a mask, the changed one is another tensor, without parts.
 
-Why: attention by a mask makes few blocks of work for a device that has room for many, and each of them goes through
-all columns. The flash kernel, which takes no mask, divides the text among blocks where all rows of a key head are
-heads of one query token, and reads on the device how long the text is. The parts are merged by their log-sum-exps. On
-each device a trial compares the kernels with their exact twins; where they differ or fail, the mask it is.
+Why: attention by a mask makes few blocks of work, each over all columns, for a device that has room for many. The
+flash kernel takes no mask. It divides the text among blocks if all rows of a key head are heads of one query token,
+and it reads the text's length on the device. The parts are merged by their log-sum-exps. On each device a trial
+compares the kernels with their exact twins. Where they differ or fail, attention uses the mask.
 
 Shapes: B batch, K key heads, R rows (the nodes of each query head of a key head, n each), C cache columns, D size of a
-head; S = B K sequences, each of which begins somewhere among T tokens.
+head; S = B K sequences, each of which begins at its own place among T tokens.
 """
 
 import functools
@@ -29,9 +29,9 @@ from .masks import FULL, MaskRules, additive
 
 logger = logging.get_logger(__name__)
 
-LONG = 2048  # columns, up to which attention goes by the mask
-LARGEST_HEAD = 256  # of the flash kernel
-CLOSE = 0.02  # by how much half precision may be off: outputs, of their size, and log-sum-exps
+LONG = 2048  # up to so many columns attention uses the mask
+LARGEST_HEAD = 256  # that the flash kernel takes
+CLOSE = 0.02  # greatest error in half precision: of outputs, relative to their size, and of log-sum-exps
 
 Found = tuple[Tensor, Tensor]  # outputs, and log-sum-exps
 Kernels = tuple[Callable[..., Found], Callable[..., Found]]  # over a text, and among nodes
@@ -63,18 +63,18 @@ KERNELS: dict[str, Kernels] = {"cuda": (flash_attention_of_sequences, efficient_
 
 
 def kernels_on(device: torch.device) -> Kernels:
-    """Where there are none, the twins stand in their place."""
+    """The device's kernels; the exact twins where it has none."""
     return KERNELS.get(device.type, TWINS)
 
 
 @dataclass(eq=False)
 class Parts:
-    """Of one forward, for all its layers."""
+    """What attention in parts needs in one forward, the same for all its layers."""
 
     bias: Tensor  # [B, 1, R, n] which nodes see which
-    columns: Tensor  # [B, n] where they stand
+    columns: Tensor  # [B, n] the columns of the nodes
     padding: Tensor  # [B, 1] columns before the text
-    lengths: Tensor  # [B, 1] of the text
+    lengths: Tensor  # [B, 1] columns of the text
     known: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, kernels: Kernels) -> Tensor:
@@ -90,7 +90,7 @@ class Parts:
         return both.to(query.dtype)
 
     def _sequences(self, key: Tensor) -> tuple[Tensor, ...]:
-        """0, 1, ... S; where the text of each row begins among the tokens of each key head [S + 1]; its length [S]."""
+        """Three tensors: 0, 1, ... S; the first token of each sequence's text [S + 1]; the text's length [S]."""
         where = (*key.shape, *key.stride())
         if where not in self.known:
             row, head = (torch.arange(count, device=key.device) for count in key.shape[:2])
@@ -101,7 +101,8 @@ class Parts:
 
 
 def _as_tokens(states: Tensor) -> Tensor:
-    """[B, K, C, D], which may be part of a cache -> all of the cache between its ends, as [T, 1, D]"""
+    """[B, K, C, D], which may be part of a cache -> the cache's memory from its first to its last entry, as
+    [T, 1, D]"""
     step = states.stride(2)
     last = sum((size - 1) * stride for size, stride in zip(states.shape[:3], states.stride()[:3], strict=True))
     return states.as_strided((last // step + 1, 1, states.shape[3]), (step, step, 1))
@@ -119,18 +120,19 @@ def is_for_parts(slots: StaticSlots) -> bool:
 
 
 def hang_parts(masks: Any, rules: MaskRules, ancestors: Tensor, slots: StaticSlots, dtype: torch.dtype) -> None:
-    """On the mask of full attention, if there is one; ancestors [B, n, n]."""
+    """Attach `Parts` to the mask of full attention, if there is one. `ancestors`: [B, n, n]."""
     if FULL in rules.kinds:
         mask = masks[FULL] if rules.per_kind else masks
         starts, padding = slots.starts, (~slots.visible_text).sum(1, keepdim=True)  # [B, 1]
         columns = starts + torch.arange(ancestors.shape[1], device=starts.device)  # [B, n]
-        lengths = (starts - padding).clamp(min=1)  # a row that only fills a graph up may have no text
+        lengths = (starts - padding).clamp(min=1)  # a row that only fills up a graph may have no text
         bias: Any = rules.packed(additive(ancestors, dtype))
         mask.clover_parts = Parts(bias, columns, padding, lengths)
 
 
 def parts_of(mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor] | None:
-    """What attends in parts as `mask` says; None where attention is to go by the mask. query [B, K, R, D]"""
+    """The function that attends in parts, with `mask`'s result; None if attention must use the mask. query
+    [B, K, R, D]"""
     parts: Parts | None = getattr(mask, "clover_parts", None)
     if parts is None or any(key.stride(dim) % key.stride(2) for dim in (0, 1)) or key.stride(3) != 1:
         return None
@@ -146,7 +148,7 @@ def parts_of(mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Callable[.
 
 @functools.cache
 def _are_right_on(device: torch.device, dtype: torch.dtype, rows: int, size: int) -> bool:
-    """Asked first by a forward that is no graph yet, as every graph has one before it."""
+    """First called in an eager forward, since one comes before every graph."""
     reason = why_wrong(kernels_on(device), device, dtype, rows, size)
     if reason is not None:
         logger.debug(f"Trees over long texts are attended to by their masks on {device}, in {dtype}: {reason}.")
@@ -155,7 +157,8 @@ def _are_right_on(device: torch.device, dtype: torch.dtype, rows: int, size: int
 
 @torch.no_grad()
 def why_wrong(kernels: Kernels, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> str | None:
-    """None where kernels give what their twins do: few sequences, which are divided among blocks, and many."""
+    """None if the kernels return what their twins do, for few sequences, which are divided among blocks, and for
+    many."""
     draw = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype)
     try:
         for count, longest in ((4, 4096), (256, 128)):
@@ -171,7 +174,7 @@ def why_wrong(kernels: Kernels, device: torch.device, dtype: torch.dtype, rows: 
                 (out, sums), (wanted, wanted_sums) = kernel(*inputs), twin(*exact)
                 error = float((out - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
                 off = float((sums - wanted_sums).abs().max())
-                if not (error <= CLOSE and off <= CLOSE):  # NaN is not, either
+                if not (error <= CLOSE and off <= CLOSE):  # also true for NaN
                     return f"outputs are off by {error:.1e} of their size, and log-sum-exps by {off:.1e}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

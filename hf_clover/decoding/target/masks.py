@@ -1,8 +1,8 @@
 """Which cache columns the nodes of a tree see.
 
-Contract: functions of tensors without a host sync, so that they run eagerly and inside a graph alike. A
-node sees the committed columns of its row, without its padding, and its own ancestors, which stand after them. Where
-a layer looks at part of the text only, a node stands where its token would.
+Contract: functions of tensors without a host sync, so that they run both eagerly and inside a graph. A node sees the
+committed columns of its row, without padding, and its own ancestors, which are stored after them. In a layer that sees
+only a part of the text, a node counts as being where its token would be.
 
 Shapes: B batch, n tree nodes, C cache columns.
 """
@@ -19,13 +19,13 @@ ALIGNMENT = 16  # CUDA's kernels copy a mask in every layer whose rows do not be
 
 @dataclass(frozen=True)
 class MaskRules:
-    """What a target's layers look at."""
+    """Which part of the text a target's layers see."""
 
     kinds: tuple[str, ...]
     per_kind: bool  # the target takes a dictionary of masks, one for each kind of layer
     window: int | None
     chunk: int | None
-    shared_heads: int  # query heads that are rows of one head, so that each row of a mask is there as often
+    shared_heads: int  # query heads that are rows of one head; each row of a mask is repeated as often
 
     @classmethod
     def of(cls, text_config: Any, shared_heads: int = 1) -> "MaskRules":
@@ -37,12 +37,12 @@ class MaskRules:
         return cls((kind,), False, window, chunk, shared_heads)
 
     def are_full_for(self, columns: int) -> bool:
-        """Whether every layer looks at the whole of a text of so many columns."""
+        """Whether every layer sees the whole of a text of `columns` columns."""
         spans = {FULL: None, SLIDING: self.window, CHUNKED: self.chunk}
         return all((span := spans.get(kind, 0)) is None or columns <= span for kind in self.kinds)
 
     def arrange(self, masks: Mapping[str, torch.Tensor | None]) -> Any:
-        """As the target takes them."""
+        """The masks in the form that the target takes."""
         packed: dict[str, torch.Tensor | None] = {}
         for kind, mask in masks.items():
             same = [other for other in packed if masks[other] is mask]
@@ -57,14 +57,14 @@ class MaskRules:
         text: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> Any:
-        """What layers of each kind leave of `visible` [B, n, C], as the target takes it; `text` [B, .]: False where a
-        column is padding."""
+        """The masks for layers of each kind, made from `visible` [B, n, C], in the form that the target takes. `text`
+        [B, .]: False where a column is padding."""
         padding = (~text).sum(1, keepdim=True) if text is not None and CHUNKED in self.kinds else 0  # [B, 1]
         left = {kind: narrowed(visible, starts, depths, kind, self, padding) for kind in self.kinds}
         return self.arrange({kind: additive(mask, dtype) for kind, mask in left.items()})
 
     def packed(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """[B, 1, n, C] -> [B, 1, G n, C]"""
+        """Each row repeated for the query heads that share a key head: [B, 1, n, C] -> [B, 1, G n, C]"""
         if mask is None or self.shared_heads == 1:
             return mask
         batch, _, size, columns = mask.shape
@@ -74,10 +74,11 @@ class MaskRules:
 
 
 def ancestors_of(parents: torch.Tensor, rounds: int) -> torch.Tensor:
-    """[B, n, n]: whether column is row or above it, in a tree less than 2 ** `rounds` deep; parents [B, n]."""
+    """[B, n, n]: whether the column's node is the row's node or its ancestor, in a tree less than 2 ** `rounds` deep.
+    parents [B, n]."""
     batch, size = parents.shape
     above = torch.eye(size, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    for step in range(rounds):  # who is up to 1, 3, 7, ... steps above; `parents` is who is 1, 2, 4, ... steps above
+    for step in range(rounds):  # finds nodes up to 1, 3, 7, ... steps above; `parents` is 1, 2, 4, ... steps above
         parents = parents.gather(1, parents) if step else parents
         above = above | above.gather(1, parents[..., None].expand(-1, -1, size))
     return above
@@ -86,7 +87,8 @@ def ancestors_of(parents: torch.Tensor, rounds: int) -> torch.Tensor:
 def visible_columns(
     ancestors: torch.Tensor, starts: torch.Tensor, columns: int, prompt: torch.Tensor | None
 ) -> torch.Tensor:
-    """[B, m, C] from ancestors [B, m, n], the rows' lengths [B, 1] and, for the first columns, which are text."""
+    """[B, m, C]: the columns that m nodes see, from their ancestors [B, m, n] and the rows' lengths `starts` [B, 1].
+    `prompt` [B, .]: which of the first columns are text."""
     (_, some, size), device = ancestors.shape, ancestors.device
     committed = torch.arange(columns, device=device) < starts  # [B, C]
     if prompt is not None:
@@ -99,16 +101,17 @@ def visible_columns(
 def narrowed(
     visible: torch.Tensor, starts: torch.Tensor, depths: torch.Tensor, kind: str, rules: MaskRules, padding: Any
 ) -> torch.Tensor:
-    """What a layer of this kind leaves of it: a window counts columns and a chunk tokens, as in transformers.
+    """The part of `visible` that a layer of this kind sees. A window counts columns and a chunk counts tokens, as in
+    transformers.
 
-    `padding` [B, 1] (or 0) is the number of columns of each row that are no text.
+    `padding` [B, 1] (or 0) is the number of columns in each row that are no text.
     """
     if kind == FULL:
         return visible
     nodes = starts + depths  # [B, n] the column each node's token would have
     slot = torch.arange(visible.shape[2], device=visible.device) - starts  # [B, C]
     staged = nodes.gather(1, slot.clamp(0, depths.shape[1] - 1))  # [B, C]
-    column = torch.where(slot < 0, slot + starts, staged)  # [B, C] likewise, committed ones as they are
+    column = torch.where(slot < 0, slot + starts, staged)  # [B, C] the same for columns; committed ones are unchanged
     if kind == SLIDING and rules.window is not None:
         return visible & (nodes[:, :, None] - column[:, None] < rules.window)
     if kind == CHUNKED:
@@ -118,7 +121,7 @@ def narrowed(
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[B, 1, n, C] to be added to the attention scores, which sdpa would make of a bool mask in every layer anew."""
+    """The mask [B, 1, n, C] to add to attention scores. From a bool mask, sdpa would make it again in every layer."""
     batch, size, columns = visible.shape
     mask = blank(batch, size, columns, dtype, visible.device, torch.finfo(dtype).min)
     return mask.masked_fill_(visible[:, None], 0)
@@ -127,7 +130,7 @@ def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def blank(
     batch: int, size: int, columns: int, dtype: torch.dtype, device: torch.device, value: float = 0.0
 ) -> torch.Tensor:
-    """[B, 1, n, C] of one value, its rows aligned."""
+    """A tensor [B, 1, n, C] of one value, whose rows are aligned."""
     width = -(-columns // ALIGNMENT) * ALIGNMENT
     return torch.full((batch, 1, size, width), value, dtype=dtype, device=device)[..., :columns]
 

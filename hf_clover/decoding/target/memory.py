@@ -1,9 +1,9 @@
-"""What is remembered of a target for as long as it lives, whoever calls `generate`.
+"""What is remembered about a target as long as it exists, whoever calls `generate`.
 
-Contract: `memory_of(model)` is always the same object for the same model, and goes with it. Calls in several threads
-share it: what one of them changes in more than one step, it changes under `lock`; who measures the target holds
-`measuring`, so that the others wait for what is found out. No module of `decoding` keeps such things of its own, but
-what belongs to a cache of the user's (`drafting`) or to a thread.
+Contract: `memory_of(model)` returns the same object for the same model, and the object is deleted with the model.
+Calls in several threads share it. A change in more than one step is made under `lock`. A call that measures the target
+holds `measuring`, so that other calls wait for the result. No module of `decoding` keeps such facts of its own, except
+what belongs to a user's cache (`draft/drafter`) or to a thread.
 """
 
 import threading
@@ -24,26 +24,27 @@ if TYPE_CHECKING:
 class TargetMemory:
     lock: threading.RLock = field(default_factory=threading.RLock)
     measuring: threading.Lock = field(default_factory=threading.Lock)
-    # support: why trees or chains are not exact in it, by all that this depends on; None where they are
+    # route: why trees or chains are not exact in it, for each set of conditions; None where they are exact
     why_not: dict[tuple, str | None] = field(default_factory=dict)
-    # attention: whether it does more with its mask than attend by it, so that query heads are not packed
+    # attention: whether its query heads must not be packed, because it uses its mask for more than attention
     is_never_packed: bool = False
-    # attention: how many calls have switched its attention, and what each of its configs named before
+    # attention: how many calls have switched its attention, and the implementation that each config named before
     switched: tuple[int, list[tuple[Any, str | None]]] = (0, [])
-    # one_by_one: how many calls want its recurrent layers to go token by token
+    # one_by_one: how many calls need its recurrent layers to take tokens one by one
     one_by_one: int = 0
-    # static_cache: the static cache that was used last, while nobody uses it; for what no graph could be captured
+    # cache/static: the static cache used last, while no call uses it; the settings for which no graph could be
+    # captured
     idle_cache: "StaticTreeCache | None" = None
     uncaptured: set[Hashable] = field(default_factory=set)
-    # support: why its forwards cannot be graphs, where a trial has shown it
+    # route: why its forwards cannot be graphs, if a trial has shown it
     why_no_graphs: str | None = None
-    # drafting_copy: what drafts in place of each set of heads, and what it was made from
+    # draft/cpu_copy: for each set of heads, what its copy was made from, and the copy
     drafting_copies: "WeakKeyDictionary[DraftHeads, tuple[tuple, DraftHeads]]" = field(
         default_factory=WeakKeyDictionary
     )
-    # heads_run: of the first draft of each step, with each set of heads, how many places and how many right ones
+    # draft/session: for each set of heads, how many first drafts were compared with the text, and how many were right
     first_drafts: "WeakKeyDictionary[DraftHeads, tuple[int, int]]" = field(default_factory=WeakKeyDictionary)
-    # budget: what was learned of it with each set of heads
+    # budget: what was learned about it with each set of heads
     experience: "WeakKeyDictionary[DraftHeads, Experience]" = field(default_factory=WeakKeyDictionary)
 
 

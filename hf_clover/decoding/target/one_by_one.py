@@ -1,8 +1,9 @@
 """Recurrent layers that take the tokens of one forward one by one.
 
-Contract: inside `one_by_one(target)`, in the thread that entered it, a layer that goes on from a state is called once
-for every token, with the kernels of plain steps. For targets whose kernels over several tokens begin without a state
-(Mamba 1) or round another way; their other layers still take all tokens at once. Other threads see no difference.
+Contract: inside `one_by_one(target)`, in the thread that entered it, a layer that continues from a state is called
+once for each token, with the kernels of plain steps. Some targets need this: their kernels over several tokens begin
+without a state (Mamba 1) or round in another way. Their other layers still take all tokens at once. Other threads see
+no difference.
 """
 
 import threading
@@ -44,7 +45,7 @@ def one_by_one(target: PreTrainedModel) -> Iterator[None]:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """transformers' recurrent layers begin with a short convolution and know their place in the cache."""
+    """transformers' recurrent layers contain a short convolution and have a `layer_idx`, their place in the cache."""
     has_convolution = any(isinstance(child, nn.Conv1d) for child in module.children())
     return has_convolution and isinstance(getattr(module, "layer_idx", None), int)
 
@@ -61,7 +62,7 @@ def _stepwise(forward: Callable, was_its_own: bool) -> Callable:
             return torch.cat(outputs, dim=1)
         return torch.cat([output[0] for output in outputs], dim=1), *outputs[-1][1:]
 
-    stepwise: Any = run  # a function, which may carry a note
+    stepwise: Any = run  # a function can have attributes
     stepwise.before = forward, was_its_own
     return stepwise
 

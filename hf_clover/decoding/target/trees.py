@@ -1,8 +1,8 @@
 """The target's side of a step: prefill, one forward over a whole tree, and keeping what was walked.
 
-Contract: `TargetRun` owns the target's `TreeCache`, masks and positions for one call of `generate`, and hands out
-logits and the states that the heads read. What the target returns for a node is what it returns for that node's path
-alone. It changes nothing in the target that outlives its `with` block.
+Contract: `TargetRun` owns the target's `TreeCache`, masks and positions for one call of `generate`. It returns logits
+and the states that the heads read. The results for a node are those that the target gives for the node's path alone.
+After its `with` block, the target is unchanged.
 
 Shapes: B batch, T prompt columns, n tree nodes, f numbers of a state as the heads read it, V vocabulary.
 """
@@ -30,17 +30,17 @@ from .graph_rules import what_forwards_read
 from .long_texts import hang_parts, has_gaps, is_for_parts
 from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
 
-CATCH_UP_BLOCK = 128  # tokens of rows that ended early, in one forward
+CATCH_UP_BLOCK = 128  # tokens in one forward that bring rows that ended early to one length
 
-# What a tree has its own of: tokens and their positions, the mask that shows each node its path, and the cache, also
-# by the names of older versions. Which logits are wanted a tree says by itself: all. Whatever else plain generate
-# would pass on at its next step goes into every forward, as the target's own methods make it: so what is of the prompt
-# alone (images, sound, its embeddings and labels) is left out by the target.
+# Arguments that a tree's forward sets itself: tokens, positions, the mask that shows each node its path, and the
+# cache, also by its names in older versions. A tree also needs the logits of all nodes. Every other argument that
+# plain generate would pass at its next step goes into every forward, as the target's own methods make it. These leave
+# out what belongs to the prompt alone (images, sound, its embeddings and labels).
 MADE_ANEW = (
     *("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "past_key_values", "cache_params"),
     *("cache_position", "use_cache", "logits_to_keep", "labels", "return_dict"),
 )
-# Of that, what is one for each token: at a step, that of the new token, whichever it is.
+# Other arguments that have one value per token. At a step, the value is the same for any new token.
 OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -54,22 +54,22 @@ class TargetRun(Run):
         in_graphs: bool = False,
         text: Text | None = None,
     ) -> None:
-        """`in_graphs`: forwards over trees are captured, and with them the walk, where `text` is a greedy one."""
+        """`in_graphs`: forwards over trees are captured, and the walk with them if `text` is plain greedy."""
         super().__init__(target, generation_config, model_kwargs, feature_layers)
         self.in_graphs, self.text = in_graphs, text if text is not None and text.is_plain_greedy else None
         self.text_config = target.config.get_text_config(decoder=True)
         self.num_layers = self.text_config.num_hidden_layers
         self.rules = MaskRules.of(self.text_config, shared_heads(target))
         self.cache: TreeCache | StaticTreeCache = TreeCache(self.num_layers)
-        self.forward_kwargs: dict[str, Any] = {}  # of every forward, beside what is `MADE_ANEW`
-        self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] of any new token
-        self._shift: torch.Tensor  # [..., B, 1] how far a token's position is from its column
-        self._last: torch.Tensor  # [] the answer's last position, beyond which no node stands
+        self.forward_kwargs: dict[str, Any] = {}  # arguments of every forward, beside `MADE_ANEW`
+        self.token_kwargs: dict[str, torch.Tensor] = {}  # [B, 1] for any new token
+        self._shift: torch.Tensor  # [..., B, 1] a token's position minus its column
+        self._last: torch.Tensor  # [] the answer's last position; no node has a later one
         self._implementation: str | None = None
 
     @property
     def next_position(self) -> torch.Tensor:
-        """[..., B, 1] of the root of the next tree."""
+        """[..., B, 1]: the position of the next tree's root."""
         return self._shift + self._starts()
 
     @property
@@ -97,7 +97,7 @@ class TargetRun(Run):
         self._captured.clear()
         known = self.cache.get_seq_length()
         outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
-        if self.cache.get_seq_length() == known:  # Phi-3 starts a cache of its own for a prompt beyond some length
+        if self.cache.get_seq_length() == known:  # Phi-3 makes its own cache for a prompt beyond some length
             self.theirs = outputs[cache_name()]
             self._load(self.theirs)
         self.cache.finish_filling(batch)
@@ -112,7 +112,7 @@ class TargetRun(Run):
         return outputs.logits[:, -1:]
 
     def _ask_for_inputs(self, input_ids: torch.Tensor, outputs: Any, inputs: dict[str, Any]) -> None:
-        """What the target's own methods would pass on at the next step."""
+        """Keep the arguments that the target's own methods would pass at the next step."""
         token = outputs.logits[:, -1].argmax(-1, keepdim=True).to(input_ids)  # [B, 1]
         inputs = inputs_after(self.target, outputs, dict(inputs))
         made = inputs_of_step(self.target, torch.cat((input_ids, token), dim=1), inputs, 1, 1)
@@ -148,7 +148,7 @@ class TargetRun(Run):
         return outputs.logits
 
     def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> torch.Tensor:
-        """A node or row too many stands beside the others and is not looked at."""
+        """The tree is filled up with nodes and rows to the size of a graph; their results are dropped."""
         batch, size = tree.tokens.shape
         width = min((count for count in NODE_COUNTS if count >= size), default=size)
         rows, columns = cache.look_at(width)
@@ -172,8 +172,9 @@ class TargetRun(Run):
     def _forward_in_place(
         self, cache: StaticTreeCache, tree: torch.Tensor, last: torch.Tensor, shift: torch.Tensor, *more: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Logits [B, n, V] and states [B, n, f], in tensors alone, of `Tree.packed` [4, B, n]. `last`: no position
-        beyond; `shift` of positions [..., B, 1]; `more`: what each token has and, for a walk, `Text.limits`."""
+        """Logits [B, n, V] and states [B, n, f] of `tree` [4, B, n] (`Tree.packed`), without the host, and the walk if
+        there is a text. `last`: the greatest position. `shift` [..., B, 1]: position minus column. `more`: the values
+        of `token_kwargs` and, for a walk, `Text.limits`."""
         slots, rules, (tokens, parents, depths, _) = cache.slots, self.rules, tree
         size, starts = tokens.shape[1], slots.starts
         slots.index = starts + torch.arange(size, device=tokens.device)  # [B, n]
@@ -213,7 +214,7 @@ class TargetRun(Run):
 
     @property
     def _has_other_tensors(self) -> bool:
-        """Whether the target passes on tensors of which nobody knows what their rows are."""
+        """Whether the target passes on tensors whose rows have no known meaning."""
         return any(isinstance(value, torch.Tensor) for value in self.forward_kwargs.values())
 
     def keep_rows(self, rows: Sequence[int]) -> None:
@@ -228,7 +229,8 @@ class TargetRun(Run):
     # ------------------------------------------------------------------ masks
 
     def _masks(self, tree: Tree) -> Any:
-        """One mask [B, 1, n, C], or one per layer type where the target's layers differ; None as in a plain step."""
+        """One mask [B, 1, n, C], or one per layer type where the target's layers differ. None where a plain step needs
+        none."""
         slots, rules, dtype, device = self.cache.slots, self.rules, self._mask_dtype(), tree.tokens.device
         columns = slots.columns()
         is_full = rules.are_full_for(columns)
@@ -244,7 +246,7 @@ class TargetRun(Run):
         return rules.masks(visible, starts, tree.depths, prompt, dtype)
 
     def _mask_dtype(self) -> torch.dtype:
-        """What attention computes in: sdpa takes a mask of the keys' dtype, eager attention what the target is in."""
+        """The dtype of masks: sdpa takes the keys' dtype, eager attention the target's."""
         return (self.cache.dtype if self._implementation == "sdpa" else None) or self.target.dtype
 
     # ------------------------------------------------------------------ other caches
@@ -254,7 +256,7 @@ class TargetRun(Run):
         of_embeds = 0 if embeds is None else embeds.shape[1]
         prompt = input_ids.shape[1] + of_embeds
         longest = max(limit or 0, input_ids.shape[1]) + of_embeds
-        if isinstance(self.theirs, StaticCache):  # which has room for all that it will ever hold, too
+        if isinstance(self.theirs, StaticCache):  # its length covers all that it will ever hold
             layers: list[Any] = self.theirs.layers
             prompt = longest = max([longest, *(layer.max_cache_len for layer in layers if not layer.is_sliding)])
         graphs = Graphs(device_of(self.target), "Forwards over trees", what_forwards_read(self.target))
@@ -277,7 +279,7 @@ class TargetRun(Run):
             self.cache.load([*states, *[None] * (self.num_layers - len(states))], length)
 
     def hand_back(self, columns: int) -> Any:
-        """It gets what it does not hold yet, and makes of that what it would in plain generate."""
+        """Add the columns that the returned cache does not hold yet; it treats them as in plain generate."""
         cache = self.theirs if self.theirs is not None else DynamicCache(config=self.text_config)
         if not isinstance(cache, DynamicCache):
             cache.reset()
@@ -292,7 +294,7 @@ class TargetRun(Run):
     def bring_rows_to_one_length(self, sequences: torch.Tensor, synced_gpus: bool) -> int:
         columns, device, width = max(self.cache.lengths), sequences.device, sequences.shape[1]
         while any_goes_on(min(self.cache.lengths) == columns, synced_gpus, device):
-            if min(self.cache.lengths) == columns:  # another process's rows are still uneven: keep it company
+            if min(self.cache.lengths) == columns:  # another process's rows are uneven, and it waits for this forward
                 self.verify(root_only(sequences[:, -1]))
                 continue
             missing = [columns - length for length in self.cache.lengths]

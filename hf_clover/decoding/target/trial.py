@@ -1,9 +1,9 @@
 """Trials of a target: how far its logits for drafts are from those of plain forwards.
 
-Contract: a small tree, or some chains, are verified with the loop's own code, and their logits are compared with those
-of the same tokens run plainly. An error is the root of the mean square of the differences, against how far the plain
-logits spread. What a tree's forward is fed is compared with what plain generate would pass on at each step. Nothing is
-changed in the target, and no random number is drawn.
+Contract: the loop's own code verifies a small tree, or some chains, and the logits are compared with those of plain
+forwards over the same tokens. An error is the root mean square of the differences, divided by the standard deviation
+of the plain logits. The arguments of a tree's forward are compared with those that plain generate would pass at each
+step. The target is not changed, and no random number is drawn.
 
 Shapes: B rows, T prompt columns, n nodes, k tokens, V vocabulary.
 """
@@ -32,7 +32,7 @@ from .trees import MADE_ANEW, OF_EACH_TOKEN, TargetRun, takes_positions
 
 
 def made_up_llama() -> PreTrainedModel:
-    """It verifies trees wherever this package works."""
+    """A tiny Llama. It verifies trees with every version of transformers that this package supports."""
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -47,8 +47,8 @@ def made_up_llama() -> PreTrainedModel:
 
 
 def made_up_bloom() -> PreTrainedModel:
-    """Its positions are cache slots, so it verifies chains alone. Its final norm makes one token likely everywhere, so
-    heads that use that norm guess right without training."""
+    """A tiny Bloom. Its positions are cache slots, so it verifies only chains. Its final norm makes one token likely
+    everywhere, so heads that use that norm guess right without training."""
     config = BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=2, eos_token_id=None)
     target: Any = _made_up(BloomForCausalLM, config)
     likely = target.get_input_embeddings().weight[7]  # [d]
@@ -57,7 +57,8 @@ def made_up_bloom() -> PreTrainedModel:
 
 
 def _made_up(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """In float32 on the CPU, with weights from a generator of its own: the caller's random numbers stay."""
+    """A model in float32 on the CPU. A generator of its own draws the weights, so the caller's random numbers stay the
+    same."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         target = kind(config).float().eval()
@@ -67,22 +68,22 @@ def _made_up(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTraine
     return target
 
 
-# A tree with a fork, a grandchild on either side and one node more than the walk keeps.
+# A tree with a fork, a grandchild on either side, and below each a node that no walk keeps.
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
 _TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
-_TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths go over all nodes
+_TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths cover all nodes
 _STEPPED = [0, 1, 3]  # the nodes whose logits plain steps must give
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
 
 
 def precision_of(target: PreTrainedModel) -> torch.dtype:
-    """What it multiplies in, which is not its weights' under `torch.autocast`."""
+    """The dtype of the target's matrix products; under `torch.autocast` not the dtype of its weights."""
     kind = device_of(target).type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else target.dtype
 
 
 def rounding_tolerance(target: PreTrainedModel) -> float:
-    """Of the spread of its logits, up to which another way to compute them counts as the same."""
+    """The greatest error, as a share of the logits' spread, at which two results count as the same."""
     if precision_of(target) in (torch.float32, torch.float64):
         return 1e-3 if device_of(target).type == "cpu" else 1e-2  # tensor cores may round float32 products
     return 0.1
@@ -90,8 +91,8 @@ def rounding_tolerance(target: PreTrainedModel) -> float:
 
 @contextmanager
 def left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
-    """For a trial's forwards: a target that keeps states of a conversation in its own modules (RecurrentGemma) has
-    them again afterwards."""
+    """Restore the target after a trial's forwards: some targets (RecurrentGemma) keep a conversation's states in their
+    modules."""
     kept = {
         module: {name: value for name, value in vars(module).items() if value is None or torch.is_tensor(value)}
         for module in target.modules()
@@ -104,19 +105,19 @@ def left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
 
 
 class ChangingInputError(Exception):
-    """Plain generate passes on something that is another at every step."""
+    """Plain generate passes an argument that changes with every step."""
 
 
 def own_inputs(target: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Of the caller's inputs those that go on from step to step, of one row: what a trial of a target needs that makes
-    its steps' inputs by itself. Any other passes them on as they are."""
+    """The caller's inputs that are passed on from step to step, cut to one row. Only a trial of a target that makes
+    its steps' inputs itself needs them; other targets pass them on unchanged."""
     names = {name for name, value in model_kwargs.items() if value is not None and name not in MADE_ANEW}
     if not names or not makes_inputs_itself(target):
         return {}
     try:
         inputs, ids = inputs_after(target, {}, dict(model_kwargs)), F.pad(input_ids, (0, 1), value=1)
-        names &= set(inputs_of_step(target, ids, inputs, 1, 1))  # and not images, which are of the prompt
-    except Exception:  # it looks at what its forward has given
+        names &= set(inputs_of_step(target, ids, inputs, 1, 1))  # leaves out images, which belong to the prompt
+    except Exception:  # its method needs the outputs of a forward
         return {}
     return _of_one_row({name: model_kwargs[name] for name in names}, len(input_ids))
 
@@ -129,7 +130,7 @@ def _of_one_row(inputs: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _of_rows(own: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
-    """What `own_inputs` gave, for a trial's text."""
+    """The inputs that `own_inputs` returned, widened to a trial's text."""
     made = {}
     for name, value in own.items():
         if name in OF_EACH_TOKEN:
@@ -142,7 +143,8 @@ def _of_rows(own: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = False) -> float:
-    """A tree against its paths: two rows, one left-padded, before and after a commit. `own`: see `own_inputs`."""
+    """The largest error of a tree's logits, compared with its paths: two rows, one left-padded, before and after a
+    commit. `own`: what `own_inputs` returned."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
     prompts = [ids[:5].tolist(), ids[2:5].tolist()]
@@ -153,13 +155,14 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
     tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
 
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, **_of_rows(own, 2, width)}
-    # Steps of plain generate, padding and cache included, are what the first tree's first path must be.
+    # The first path of the first tree must equal steps of plain generate, padding and cache included.
     stepped, made = _plain_steps(target, prompt, kwargs, torch.tensor(tokens, device=device)[:, _STEPPED])  # [2, k, V]
     own = {**own, **_of_one_row(made, 2)}
     run, errors = TargetRun(target, GenerationConfig(), kwargs, in_graphs=in_graphs), []
     with run.open():
         run.prefill(prompt)
-        # The second tree stands on what was kept of the first. A graph is captured there, and replayed with the third.
+        # The second tree continues what was kept of the first. Its forward is captured as a graph, and the third
+        # replays it.
         for turn in range(3 if in_graphs else 2):
             logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
             if turn == 0:
@@ -177,8 +180,8 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
 def _plain_steps(
     target: PreTrainedModel, prompt: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Logits [B, k, V] of `tokens` [B, k], one after the other behind `prompt` [B, T], by the target's methods; and
-    what these made for every step."""
+    """Logits [B, k, V] of `tokens` [B, k], run one by one after `prompt` [B, T] with the target's own methods, and the
+    arguments that these made for every step."""
     inputs = {**kwargs, cache_name(): DynamicCache(config=target.config.get_text_config(decoder=True))}
     outputs, ids, logits = read_prompt(target, prompt, GenerationConfig(), inputs), prompt, []
     first: dict[str, Any] = {}
@@ -223,9 +226,9 @@ class NotANumberError(Exception):
 
 
 def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int], own: dict[str, Any]) -> list[float]:
-    """How far `logits` [k, V] are from plain ones of the last k tokens of `text`, against how far those spread."""
+    """The errors of `logits` [k, V] against plain logits of the last k tokens of `text`."""
     inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
-    if takes_positions(target):  # as plain generate gives them: some models count from another number by themselves
+    if takes_positions(target):  # as plain generate passes them: without them, some models start at another number
         inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
     plain = target(**inputs, **_of_rows(own, 1, len(text)), use_cache=False).logits[0, -len(logits) :]  # [k, V]
     return [_distance(*pair) for pair in zip(logits, plain, strict=True)]
@@ -245,7 +248,8 @@ def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
 def chain_error(
     target: PreTrainedModel, replays: bool, steps: bool, rows: int, has_cache: bool, own: dict[str, Any]
 ) -> float:
-    """Chains of which some, none and all is kept, against steps of one token. One row, or two, one left-padded."""
+    """The largest error of chains, compared with steps of one token. Some, none or all drafts of a chain are kept.
+    There is one row, or two, one of them left-padded."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 40 * 7, 7, device=device) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)
     prompt, texts = ids[:6].expand(rows, -1).clone(), torch.stack([ids[6 + row :][:30] for row in range(rows)])
@@ -258,14 +262,14 @@ def chain_error(
         kwargs = {"attention_mask": mask, "use_cache": True, **_of_rows(own, rows, prompt.shape[1])}
         if takes_positions(target):
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        if has_cache:  # the kind that generate makes; other targets make their own
+        if has_cache:  # the kind that `generate` makes; otherwise the target makes its own
             kwargs[cache_name()] = DynamicCache(config=target.config.get_text_config(decoder=True))
         one, got, place = ChainRun(target, GenerationConfig(), kwargs, *how), [], 0
         with one.open():
             one.prefill(prompt, limit=prompt.shape[1] + texts.shape[1])
             for nodes, kept in chains:
                 tokens = texts[:, place : place + nodes].clone()
-                tokens[:, kept:] = texts[:, :1]  # what is dropped is not what comes
+                tokens[:, kept:] = texts[:, :1]  # dropped tokens differ from the text
                 got.append(one.verify(chain_of(tokens))[:, :kept])
                 one.commit([range(kept)] * rows)
                 place += kept
