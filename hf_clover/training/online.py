@@ -65,7 +65,7 @@ RECORD = "learning.json"
 
 class OnlineLearner:
     """
-    Lets draft heads learn from the text that `generate` writes with them, without a dataset or a training run.
+    Lets draft heads learn from the prompts and answers of `generate`, without a dataset or a training run.
 
     Heads learn only within this block. They can memorise the texts that they learn from; whoever shares the heads
     shares these too. Texts and states stay in memory and are never written to disk.
