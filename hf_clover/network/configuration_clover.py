@@ -82,10 +82,10 @@ class CloverConfig(HeadsConfig):
             The layer before the Augmenting Block, if `decoder_position` asks for one: a `"decoder"` like the others,
             or `"fc"`, a linear layer of state and token.
         recall (`bool`, *optional*):
-            Whether a gated decoder also reads what followed the same words earlier in the text. At each drafted token
-            it looks for the last place of the longest run of this token and up to three tokens before it, and reads
-            the values that the last layer's attention keeps for that place. Drafts so find earlier text again without
-            attention. On by default for clover-x if the other fields allow it.
+            Whether a gated decoder also reads what followed the same tokens earlier in the text. A drafted token, with
+            up to three tokens before it, is searched in the text. Of the places with the longest match the last one is
+            taken, and the decoder reads the last layer's attention values there. So drafts find earlier text again
+            without attention. On by default for clover-x if the other fields allow it.
         regressive (`bool`, *optional*, defaults to `True`):
             The Regressive Connection. Without it no head sees a drafted token: each starts from the Augmenting Block's
             output and the target's own token.

@@ -59,8 +59,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor | HalvedLinear, bias: torch.Ten
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError(
-            "a packed linear layer was given what requires a gradient, and it has none: run it under "
-            "`torch.no_grad()`, or take the packing back with `hf_clover.unpack(model)`."
+            "the input of a packed linear layer requires a gradient, and packed layers compute none: run it under "
+            "`torch.no_grad()`, or undo the packing with `hf_clover.unpack(model)`."
         )
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

@@ -159,9 +159,9 @@ def read_eagle3(
     wide = tensors["fc.weight"].shape[1] / len(fields["layer_ids"])
     if wide != fields["target_hidden_size"]:
         raise ValueError(
-            f"`{name}` fuses {tensors['fc.weight'].shape[1]} numbers (`fc.weight`), and layers {fields['layer_ids']} "
-            f"of a target with hidden size {fields['target_hidden_size']} are {len(fields['layer_ids'])} times as "
-            "many: pass the `layer_ids` and the target that these heads were trained with."
+            f"`{name}` fuses {tensors['fc.weight'].shape[1]} numbers (`fc.weight`), but layers {fields['layer_ids']} "
+            f"of a target with hidden size {fields['target_hidden_size']} have {len(fields['layer_ids'])} times the "
+            "hidden size: pass the `layer_ids` and the target that these heads were trained with."
         )
     ids = tensors.pop("draft_ids", None)
     with torch.device("meta"):
@@ -224,10 +224,10 @@ def _draft_ids(offsets: torch.Tensor, mask: torch.Tensor | None, config: dict[st
     rises = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocabulary
     agrees = mask is None or (int(mask.bool().sum()) == len(ids) and rises and bool(mask.bool()[ids].all()))
     if not rises or not agrees:
-        problem = "they agree with its `t2d`" if rises else f"they rise from 0 to {vocabulary - 1} at most"
+        problem = "agree with its `t2d`" if rises else f"rise, and are from 0 to {vocabulary - 1}"
         raise ValueError(
-            f"`{name}` has a `d2t` that is no list of offsets: added to 0, 1, 2 and so on, ids should come of it such "
-            f"that {problem}, and {ids[:3].tolist()} to {int(ids[-1])} come. If it holds the target's ids themselves, "
+            f"`{name}` has a `d2t` that is not a list of offsets. Added to 0, 1, 2 and so on, it should give ids that "
+            f"{problem}; it gives {ids[:3].tolist()} to {int(ids[-1])}. If it holds the target's ids themselves, "
             "subtract `torch.arange(len(d2t))` from it and save it again."
         )
     return ids

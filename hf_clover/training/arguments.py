@@ -116,8 +116,8 @@ def follow_recipe(args: CloverTrainingConfig, heads: DraftHeads, peft_config: An
         rate = MUON_RATE
         if heads.name_or_path:
             logger.warning(
-                f"The heads from `{heads.name_or_path}` go on at the rates for new ones, at which trained heads first "
-                "forget what they know. If they are trained, pass small rates: `muon_learning_rate=0.003` and "
+                f"The heads from `{heads.name_or_path}` learn at the rates for new heads, at which trained heads "
+                "forget at first. If they are trained already, pass small rates: `muon_learning_rate=0.003` and "
                 "`learning_rate=2e-4`."
             )
     options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

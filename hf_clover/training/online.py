@@ -182,7 +182,7 @@ class OnlineLearner:
     def __enter__(self) -> Self:
         other = self.heads.learner
         if other is not None:
-            raise ValueError("`heads` learn already: leave the other `OnlineLearner`'s block before this one's.")
+            raise ValueError("`heads` are learning already: leave the block of their other `OnlineLearner` first.")
         distributed = torch.distributed
         processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if processes > 1:
