@@ -1,8 +1,8 @@
 """The whole idea in a few seconds, with no download: a tiny target, heads that learn its text, the same tokens sooner.
 
-The target is a small random model made on the spot, so its text means nothing, and the heads learn that one text by
-heart: this shows how the parts fit together, not what heads are worth on a real model.
-Everything else is as with a real model: `CloverHeads.from_target`, then `generate(assistant_model=heads)`.
+The target is a small random model that this program makes, so its text means nothing. The heads learn that one text by
+heart. So this shows how the parts work together, not how fast heads are on a real model. Everything else is as with a
+real model: `CloverHeads.from_target`, then `generate(assistant_model=heads)`.
 """
 
 import torch
@@ -21,7 +21,7 @@ def tiny_target() -> LlamaForCausalLM:
     target = LlamaForCausalLM(LlamaConfig(vocab_size=64, pad_token_id=0, eos_token_id=None, **shape)).eval()
     for parameter in target.parameters():
         if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.25)  # lively enough not to repeat itself
+            torch.nn.init.normal_(parameter, std=0.25)  # large enough weights that the text does not repeat itself
     return target
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     print(f"{'plain':14}{NEW_TOKENS:>12}{NEW_TOKENS:>10}{'1.00':>20}{'':>15}")
     for label, *values in rows:
         print(f"{label:14}{values[0]:>12}{values[1]:>10}{values[2]:>20}{values[3]:>15}")
-    print("\nThe heads were fitted to this very text, so this is the most that a tree of this depth gives.")
+    print("\nThe heads were fitted to this very text, so this is the most that trees of this depth can give.")
     print("With your own model: heads = CloverHeads.from_target(model), then generate(..., assistant_model=heads).")
 
 

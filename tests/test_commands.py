@@ -188,7 +188,7 @@ def test_the_stand_in_is_the_default(run, monkeypatch, folder, target, tmp_path)
         (["generate", "--file", "nowhere.txt"], "No such file or directory: 'nowhere.txt'"),
         (["generate", ""], "the prompt is empty"),
         (["generate"], "the prompt is empty"),
-        (["generate", "a", "--dtype", "int8"], "`--dtype int8` is none: pass auto, float32"),
+        (["generate", "a", "--dtype", "int8"], "`--dtype int8` is no known dtype: pass auto, float32"),
         (["generate", "a", "--num-assistant-tokens", "4"], "`--num-assistant-tokens 4` is of no use without heads"),
         (["benchmark"], "there is nothing to compare with plain generate: pass `--heads`, `--against`"),
         (["benchmark", "--nodes", "auto", "few"], "`--nodes few` is no tree size: pass a number from 1 on, or auto"),
@@ -546,7 +546,8 @@ def state_of(learning: Path) -> dict:
 def test_the_help_of_learn_says_the_promise(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.replace("│", " ").split())
-    assert "weights learn from what is written, and can remember it; without this option nothing is learned." in said
+    promise = "weights learn from prompts and answers, and can memorise them. Without this option nothing is learned."
+    assert promise in said
 
 
 def test_chat_goes_on_learning_where_it_stopped(run, folder, target, tmp_path, short_steps):

@@ -52,7 +52,7 @@ def test_the_quick_start_from_the_command_line(no_way_to_smollm2):
     said, words = said.stdout, " ".join(said.stdout.split())
     assert "\x1b" not in said, "no colour where there is no terminal"
     assert "(HuggingFaceTB/SmolLM2-135M-Instruct: HF_HUB_OFFLINE is set) nor" in words
-    assert "so the stand-in, a small model of Python code in this repository, does it" in words
+    assert "so the stand-in, a small model of Python code in this repository, is used" in words
     assert len(re.findall(r"^(?:with heads|plain generate) +━{36} +40 tokens +\d+\.\d s *$", said, re.MULTILINE)) == 2
     assert re.search(r"^\d+\.\d times as fast, the same 40 tokens\.$", said, re.MULTILINE)
     assert "hf-clover train" in said
@@ -79,7 +79,7 @@ def test_the_race_says_where_texts_part():
     ours, plain = quickstart.StepRecord(), quickstart.StepRecord()
     ours.steps, ours.seconds, plain.steps, plain.seconds = [[5, 6], [7]], 1.0, [[5], [6], [8]], 2.0
     assert quickstart.verdict(ours, plain) == (
-        "2.0 times as fast, and the first 2 tokens the same: the next draw fell on an edge (docs/generation.md)."
+        "2.0 times as fast, and the first 2 tokens the same: then rounding chose between two (docs/generation.md)."
     )
     plain.steps = [[5], [6], [7]]
     assert quickstart.verdict(ours, plain) == "2.0 times as fast, the same 3 tokens."

@@ -177,7 +177,7 @@ def test_without_the_extra(missing, folder, monkeypatch, capsys):
 
 
 def test_a_file_without_a_target_and_beside_an_endpoint(folder):
-    with pytest.raises(ValueError, match=rf"`--gguf-file {NAME}` needs to know where it lies: pass `--target` too"):
+    with pytest.raises(ValueError, match=rf"`--gguf-file {NAME}` needs its repository or folder: pass `--target` too"):
         call("generate", "a", "--gguf-file", NAME)
     with pytest.raises(ValueError, match="`--gguf-file` and `--endpoint` exclude each other"):
         call("regenerate", folder, folder, "--model", "m", "--gguf-file", NAME, "--endpoint", "http://localhost:1/v1")

@@ -197,10 +197,13 @@ def with_tensors(folder: Path, **changes) -> None:
         (lambda f: changed(f, specforge, architectures=["DFlashDraftModel"]), r"no heads.*'DFlashDraftModel'"),
         (
             lambda f: with_tensors(f, d2t=lambda d: d + torch.arange(len(d))),
-            r"`d2t` that is no list of offsets.*arange",
+            r"`d2t` that is not a list of offsets.*arange",
         ),
-        (lambda f: with_tensors(f, d2t=lambda d: d + 70, t2d=lambda _: None), r"`d2t` that is no list of offsets.*99"),
-        (lambda f: with_tensors(f, t2d=lambda t: t.roll(1)), r"`d2t` that is no list of offsets.*`t2d`"),
+        (
+            lambda f: with_tensors(f, d2t=lambda d: d + 70, t2d=lambda _: None),
+            r"`d2t` that is not a list of offsets.*99",
+        ),
+        (lambda f: with_tensors(f, t2d=lambda t: t.roll(1)), r"`d2t` that is not a list of offsets.*`t2d`"),
         (lambda f: with_tensors(f, norm__weight=lambda _: None), r"lacks 1 tensors, such as 'norm.weight'"),
         (lambda f: with_tensors(f, extra__weight=lambda _: torch.ones(2)), r"has, beside.*'extra.weight'"),
         (

@@ -1,13 +1,13 @@
 """
-What training needs in memory, in two tables.
+The memory that training needs, in two tables.
 
-The loss, measured: the most bytes that the loss and its gradient hold at a time beyond what they are given (the
-lm_head, the hidden states), for three sizes of the vocabulary. They should not differ.
+The first table is measured. It shows the most bytes that the loss and its gradient hold at a time, in addition to
+their inputs (the lm_head, the hidden states), for three sizes of the vocabulary. The three should not differ.
 
-The heads, worked out: numbers of parameters, float32 weights with gradients, what the optimizer keeps (Muon one moment
-of each weight, AdamW two) and a bfloat16 copy of the weights under autocast, and the activations that a forward keeps
-for the backward, per token, read off a forward on the meta device. The target's own weights are `parameters x bytes
-per weight`, and it keeps no activations.
+The second table is computed. It shows the heads' parameters; the bytes of their float32 weights with gradients, of the
+optimizer's state (one moment per weight with Muon, two with AdamW), and of a bfloat16 copy of the weights under
+autocast; and the activations per token that a forward keeps for the backward, counted in a forward on the meta device.
+The target's own weights take `parameters x bytes per weight`, and it keeps no activations.
 
     python examples/benchmarks/training_memory.py
 """
@@ -61,7 +61,7 @@ def activations_per_token(config: CloverConfig, tokens: int = 512) -> float:
     parameters = set(kept)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor  # a storage that several operations keep counts once
+        kept[tensor.untyped_storage()._cdata] = tensor  # count a storage once, even if several operations keep it
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

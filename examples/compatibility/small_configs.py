@@ -1,7 +1,7 @@
-"""How a configuration of transformers becomes a tiny one: what sizes are called, and what a few types need besides.
+"""Tiny configurations of transformers' model types: the names of their sizes, and what a few types need in addition.
 
-Contract: `tiny_config(model_type)` is the type's default configuration with every size made small, three layers that
-show every kind of layer the default has, and windows and chunks of a few tokens. It knows names of fields and of model
+Contract: `tiny_config(model_type)` is the type's default configuration with small sizes, three layers that cover every
+kind of layer in the default, and windows and chunks of a few tokens. This module knows names of fields and of model
 types, and nothing of models.
 """
 
@@ -51,7 +51,7 @@ SIZES = [  # a value, and the fields that get it
     (4, "image_seq_length"),
 ]
 SMALL: dict[str, Any] = {name: value for value, names in SIZES for name in names.split()}
-# A decoder with a cache, windows wherever it can have them, and a padding token that is in the vocabulary.
+# A decoder with a cache, with windows if it supports them, and with a padding token that is in the vocabulary.
 SMALL |= dict(is_decoder=True, use_cache=True, use_sliding_window=True, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 EVEN_IF_NONE = ("is_decoder", "sliding_window")
 
@@ -62,10 +62,10 @@ QSA = dict(indexer_n_heads=4, indexer_kv_heads=1, indexer_head_dim=8, indexer_bu
 DOTS3_WINDOWS = dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, head_dim=16)
 DOTS3_WINDOWS |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
 DOTS3 = dict(per_layer_config={1: DOTS3_WINDOWS})
-RESTART = dict(original_max_position_embeddings=2)  # a longer prompt gets another cache, a text that grows past it too
+RESTART = dict(original_max_position_embeddings=2)  # longer prompts, and texts that grow past it, get another cache
 ROPE = dict(rope_type="default", rope_theta=10000.0)
 
-# Types that need what is not here, whatever their configuration.
+# Types that cannot be built here, whatever their configuration, and the reason.
 ASSISTANT = "it drafts for a Gemma 4 model from that model's keys and values, and generates nothing alone"
 MUSIC = "transformers makes its class from its decoder's configuration only; it writes several tokens at a time"
 NOT_HERE = {
@@ -97,7 +97,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": dict(head_dim=16),
     "ministral": dict(head_dim=8),
     "nemotron": dict(num_key_value_heads=2),
-    "moshi": dict(sliding_window=64),  # beyond it the cache forgets what the mask still shows
+    "moshi": dict(sliding_window=64),  # beyond it the cache drops positions that the mask still shows
     "phi3": RESTART,
     "phi4_multimodal": RESTART,
     "qwen4_exp": dict(text_config=QSA),
@@ -118,7 +118,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def _small_values(default: PreTrainedConfig) -> dict[str, Any]:
-    """What is to differ from `default`, down into its sub-configurations."""
+    """The fields that differ from `default`, including those of its sub-configurations."""
     values: dict[str, Any] = {}
     for name, value in default.to_dict().items():
         if name in type(default).sub_configs:
@@ -132,18 +132,19 @@ def _small_values(default: PreTrainedConfig) -> dict[str, Any]:
         elif _is_a_kind_per_layer(value, default):
             kinds = list(dict.fromkeys(value))
             values[name] = [kinds[layer % len(kinds)] for layer in range(LAYERS)]
-    if "kv_lora_rank" in values:  # every head gets its own keys and values of what is kept
+    if "kv_lora_rank" in values:  # every head has its own keys and values of the latent
         values["num_key_value_heads"] = values["num_attention_heads"]
     return values
 
 
 def _small_rope(value: dict[str, Any]) -> dict[str, Any]:
-    """Parameters, or parameters for each kind of layer."""
+    """Small rope parameters; `value` may hold parameters for each kind of layer."""
     return {k: _small_rope(v) if isinstance(v, dict) else SMALL.get(k, v) for k, v in value.items()}
 
 
 def _is_a_kind_per_layer(value: Any, default: PreTrainedConfig) -> bool:
-    """A list such as `layer_types`. One that only says "full attention" is left to follow from other fields."""
+    """Whether `value` is a list such as `layer_types`. A list of only "full_attention" does not count: it follows from
+    other fields."""
     is_list = isinstance(value, (list, tuple)) and len(value) == getattr(default, "num_hidden_layers", None)
     return is_list and all(isinstance(kind, str) for kind in value) and set(value) != {"full_attention"}
 

@@ -1,16 +1,16 @@
-"""Every type of causal language model in transformers: how Clover decodes it, and that the tokens are right.
+"""Every type of causal language model in transformers: how Clover decodes it, and whether the tokens are right.
 
     python examples/compatibility/walk.py            # all of them; rewrites README.md beside this file
-    python examples/compatibility/walk.py --check    # all of them; exit code 1 where README.md says otherwise
+    python examples/compatibility/walk.py --check    # all of them; exit code 1 if README.md differs
     python examples/compatibility/walk.py llama opt  # these, on the terminal
 
-Contract: `examine(model_type)` builds a tiny random model of the type from its configuration (small_configs.py), lets
-it continue three batches, greedily and by sampling, plainly and with drafts, and says in one `Row` by which way it was
-decoded. A drafter that knows the plain continuation plants it among wrong guesses (helpers/oracle.py), so drafts are
-accepted at every depth. The tokens must be plain generate's, from the same seed, and the logits they were chosen by
-equal up to rounding. Texts are longer than the models' windows and than the lengths at which they change their ways. A
-row depends on the version of transformers and on nothing else: weights are seeded, and such as let rounding decide
-between two tokens are not used.
+Contract: `examine(model_type)` builds a tiny random model of the type from its configuration (small_configs.py) and
+lets it continue three batches, greedily and by sampling, without and with drafts. It returns one `Row`, which says how
+the model was decoded. A drafter that knows the plain continuation puts it among wrong guesses (tests/oracle.py), so
+drafts are accepted at every depth. The tokens must equal those of plain generate from the same seed, and their logits
+must be equal up to rounding. Texts are longer than the models' windows, and longer than the lengths at which models
+change their behaviour. A row depends only on the version of transformers: weights are seeded, and weights with which
+rounding could decide between two tokens are not used.
 """
 
 import argparse
@@ -44,19 +44,19 @@ TREE, CHAIN, REPLAYED, PLAIN = "tree", "chain", "replayed chain", "plain"
 REFUSED, NOT_BUILT, WRONG = "refused", "not built", "WRONG"
 MEANINGS = {
     TREE: "exact: whole trees of drafts are verified, at any batch size",
-    CHAIN: "exact: chains of drafts are verified, at any batch size, all rows at the pace of the slowest",
-    REPLAYED: "exact: the same, and what was accepted of a chain that was not right to its end is run once more",
+    CHAIN: "exact: chains of drafts are verified, at any batch size; all rows advance as slowly as the slowest",
+    REPLAYED: "exact: as chain, and if a chain was not right to its end, its accepted tokens are run once more",
     PLAIN: "plain `generate`, with a warning that gives the reason",
     REFUSED: "no heads can be made for it: `CloverHeads.from_target` raises the error",
     NOT_BUILT: "no tiny model that generates text can be made from its configuration here",
     WRONG: "a mistake in hf_clover; please report it",
 }
-ALONE, SHORT, PADDED = (7,), (3,), (5, 19)  # the lengths of the prompts, batch by batch
+ALONE, SHORT, PADDED = (7,), (3,), (5, 19)  # lengths of the prompts in each batch
 NEW_TOKENS, NODES, SEEDS = 24, 6, 12
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 MODES: tuple[dict[str, Any], ...] = ({}, SAMPLED)
 RECORDS = {"output_logits": True, "output_scores": True}
-ROUNDING = 1e-3  # of the logits' spread; in float32, forwards of other shapes differ by a hundredth of it
+ROUNDING = 1e-3  # share of the logits' spread; in float32, forwards of other shapes differ by a hundredth of this
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Row:
 
 
 def examine(model_type: str) -> Row:
-    """Whatever goes wrong becomes a row."""
+    """The row of a model type. Every error becomes a row too."""
     if model_type in NOT_HERE:
         return Row(model_type, NOT_BUILT, NOT_HERE[model_type])
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _without_logs():
@@ -92,11 +92,11 @@ def examine(model_type: str) -> Row:
             return Row(model_type, WRONG, _one_line(error))
 
 
-# ---------------------------------------------------------------------- a model, and what it says plainly
+# ---------------------------------------------------------------------- a model, and its texts without drafts
 
 
 def clear_model(model_type: str) -> tuple[PreTrainedModel, dict[tuple[int, ...], Any]]:
-    """The first random weights with which no token hangs on rounding, and the texts they give, batch by batch."""
+    """The first random weights with which no token depends on rounding, and their text for each batch."""
     for seed in range(SEEDS):
         model = build(model_type, seed)
         plain = {lengths: generate(model, lengths, **RECORDS) for lengths in (ALONE, SHORT)}
@@ -117,7 +117,7 @@ def build(model_type: str, seed: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Weights with which every layer matters (initial ones are near zero). A recurrence's own parameters stay."""
+    """Draw weights with which every layer matters (initial ones are near zero). Parameters of recurrences stay."""
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -133,25 +133,26 @@ def redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 def generate(model: PreTrainedModel, lengths: tuple[int, ...], **kwargs: Any) -> Any:
     inputs = ragged_batch(model.config.get_text_config(decoder=True).vocab_size, lengths)
-    # Tiny models like to repeat one token for ever, which could hide a mistake: so no token comes twice. Not for the
-    # short prompt: drafts are walked another way where no processor changes the logits.
+    # Tiny models often repeat one token for ever, which could hide a mistake, so no token may occur twice. The short
+    # prompt has no such rule, because drafts are walked in another way if no processor changes the logits.
     never_twice = {} if lengths == SHORT else {"no_repeat_ngram_size": 1}
     kwargs |= {"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
     return model.generate(**inputs, **never_twice, **kwargs)
 
 
 def _margin(scores: tuple[torch.Tensor, ...]) -> float:
-    """Between the two best tokens, where it is least, against how far all of them spread."""
+    """The smallest difference between the two best tokens, as a share of the spread of all logits."""
     steps = torch.stack(scores).float()  # [steps, B, V]
     best = steps.topk(2).values
     return float(((best[..., 0] - best[..., 1]) / _spread(steps)).min())
 
 
 def _is_steady(model: PreTrainedModel, plain: Any) -> bool:
-    """Some random models blow rounding up: one forward over the whole text, another way to its logits, shows it."""
+    """Whether the model does not amplify rounding. A forward over the whole text computes the same logits in another
+    way, and shows it."""
     logits = model(input_ids=plain.sequences, use_cache=False).logits[0, max(ALONE) - 1 : -1]  # [steps, V]
     error = _difference(tuple(logits[:, None]), plain.logits)
-    return not ROUNDING / 10 < error < 30 * ROUNDING  # more is not rounding: to some types that forward means another
+    return not ROUNDING / 10 < error < 30 * ROUNDING  # more is not rounding: some types compute another thing there
 
 
 def _difference(logits: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> float:
@@ -160,7 +161,7 @@ def _difference(logits: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, 
 
 
 def _spread(logits: torch.Tensor) -> torch.Tensor:
-    """Without the tokens that a processor or the model has ruled out."""
+    """The spread of the logits [steps, B], without tokens that a processor or the model has ruled out."""
     rows = [row[row.isfinite()].std() for row in logits.flatten(0, -2)]
     return torch.stack(rows).view(logits.shape[:-1])
 
@@ -207,7 +208,7 @@ def compare(model: PreTrainedModel, heads: CloverHeads, plain: dict[tuple[int, .
 
 
 def read_table() -> tuple[str, dict[str, Row]]:
-    """The version of transformers that the committed rows are of, and the rows."""
+    """The version of transformers with which the committed rows were made, and the rows."""
     text = TABLE.read_text(encoding="utf-8")
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
     rows = {cell[0]: Row(cell[0], cell[2], cell[3]) for cell in cells if len(cell) == 4 and cell[0] != "type"}
@@ -215,11 +216,11 @@ def read_table() -> tuple[str, dict[str, Row]]:
 
 
 WHAT_NO_LOOP_MENDS = """\
-Moshi's window is 64 tokens here, more than its texts have: beyond it its cache forgets what its mask still shows, and
-plain `generate` is used. Those of plain `generate` in any case are beyond any loop: CPM-Ant and XLM read the text
-both ways, so that a token changes what stands before it; XLM and XLNet are read at a placeholder behind the text, one
-place a forward; ProphetNet's cache takes one token at a time; RecurrentGemma keeps its states in its own modules,
-where a call cannot keep the one that it may need again."""
+Moshi's window is 64 tokens here, more than its texts have. Beyond its window, its cache drops positions that its mask
+still shows, and plain `generate` is used. The types that always run as plain `generate` cannot be drafted by any
+decoding loop. CPM-Ant and XLM read the text in both directions, so a token changes the states before it. XLM and XLNet
+predict at a placeholder after the text, one position per forward. ProphetNet's cache takes one token at a time.
+RecurrentGemma keeps its states in its own modules, where a call cannot keep a state that it may need again."""
 
 
 def write_table(rows: list[Row]) -> None:
@@ -227,14 +228,14 @@ def write_table(rows: list[Row]) -> None:
     lines = [
         "# Compatibility",
         "",
-        "Written by `python examples/compatibility/walk.py`; `tests/test_every_model.py` fails where a row changes.",
+        "Written by `python examples/compatibility/walk.py`; `tests/test_every_model.py` fails if a row changes.",
         "",
         f"For each of the {len(rows)} types of causal language models in transformers {transformers.__version__}: a"
         " tiny random model is",
-        "made from its configuration (three layers, windows of six tokens, float32, CPU) and continues single prompts",
-        "and a left-padded batch, greedily and by sampling, plainly and with drafts, of which some are right and some",
-        f"wrong. The same seed gave the same tokens, or there would be a row that says `{WRONG}`. Not covered: half",
-        "precision, the sizes of real models, prompts with images or sound.",
+        "made from its configuration (three layers, windows of six tokens, float32, CPU). It continues single prompts",
+        "and a left-padded batch, greedily and by sampling, without drafts and with drafts, some right, some wrong.",
+        f"The same seed must give the same tokens; otherwise the row says `{WRONG}`. Not covered: half precision, the",
+        "sizes of real models, prompts with images or sound.",
         "",
         "| result | types | meaning |",
         "|---|---|---|",
@@ -255,13 +256,13 @@ def _one_line(error: Exception) -> str:
 
 
 def _steady(reason: str) -> str:
-    """Without figures, which differ from machine to machine, and fit for a table."""
+    """The reason without figures, which differ from machine to machine, and without the table's separator."""
     return re.sub(r" \(by [^)]*\)", "", reason).replace("|", "/").strip()
 
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    """transformers has much to say about tiny configurations."""
+    """transformers logs a lot about tiny configurations."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     try:
@@ -273,7 +274,7 @@ def _without_logs() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("model_types", nargs="*", help="all, unless named")
+    parser.add_argument("model_types", nargs="*", help="types to examine; all by default")
     parser.add_argument("--check", action="store_true", help="compare with README.md instead of writing it")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

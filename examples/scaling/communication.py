@@ -1,7 +1,6 @@
 """
-What tensor-parallel processes say to each other for one plain step, and for one forward over a tree with its draft:
-the number of messages, and the bytes that each process puts into them. Counted, not timed; without arguments, of the
-stand-in.
+Count the messages between tensor-parallel processes, and the bytes that each process puts into them: for one plain
+step, and for one forward over a tree with its draft. Nothing is timed. Without arguments the stand-in is the target.
 
     torchrun --nproc-per-node 2 examples/scaling/communication.py [--target ... --heads ...] [--nodes 24]
 """
@@ -50,7 +49,7 @@ def counted(messages: dict[str, list[float]], name: str) -> Iterator[None]:
 
 
 def difference(target: PreTrainedModel, inputs: Any, options: dict[str, Any]) -> tuple[list[float], int]:
-    """Messages and bytes per step: of a long answer less those of a short one, prompt and start being the same."""
+    """Messages and bytes per step: those of a long answer minus those of a short one with the same beginning."""
     messages: dict[str, list[float]] = {}
     steps = {}
     for length in (8, 40):
@@ -76,7 +75,7 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(arguments.target, tp_plan="auto", dtype="float32")
     heads = CloverHeads.from_pretrained(arguments.heads)
     inputs = AutoTokenizer.from_pretrained(arguments.target)(PROMPT, return_tensors="pt").to(target.device)
-    target.generate(**inputs, assistant_model=heads, max_new_tokens=4, num_assistant_tokens=8)  # what happens once
+    target.generate(**inputs, assistant_model=heads, max_new_tokens=4, num_assistant_tokens=8)  # one-time work
     rows = [("plain", *difference(target, inputs, {}))]
     for nodes in arguments.nodes:
         options = {"assistant_model": heads, "num_assistant_tokens": nodes, "return_dict_in_generate": True}

@@ -1,8 +1,8 @@
-"""What are heads worth behind vLLM's OpenAI server, for one client and for many at once?
+"""How much faster is vLLM's OpenAI server with heads, for one client and for many at once?
 
-Two servers stand side by side, one plain and one with heads, and are asked the same prompts in turn: so many requests
-at a time, greedy, each answer of the same length. Tokens per second, the time to the first token, and how many drafts
-were accepted at each position go into one JSON. Run it in an environment with vLLM (docs/vllm.md):
+Two servers run side by side, one plain and one with heads. They get the same prompts in turn: a given number of
+requests at a time, greedy, with answers of the same length. One JSON gets the tokens per second, the time to the first
+token, and the accepted drafts at each position. Run this in an environment with vLLM (docs/vllm.md):
 
     python examples/scaling/through_vllm.py --target examples/smollm2/target --heads examples/smollm2/heads \\
         --prompts questions.jsonl --dtype float32 --enforce-eager
@@ -35,14 +35,14 @@ from hf_clover.measure.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE.parent / "stand_in"
-NAME = "target"  # as which both servers serve it
+NAME = "target"  # the target's name in both servers
 ACCEPTED = re.compile(r'vllm:spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d+)".*\} (\S+)')
 DRAFTS = re.compile(r"vllm:spec_decode_num_drafts_total\{.*\} (\S+)")
 
 
 @contextmanager
 def served(target: str | Path, heads: str | Path | None, drafted: int, *options: str) -> Iterator[str]:
-    """The address of a server of vLLM's, plain or with heads, once it answers."""
+    """Starts a server of vLLM, plain or with heads, and gives its address when it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -78,7 +78,7 @@ def counted(address: str) -> tuple[float, dict[int, float]]:
 
 
 async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[float, int, str]:
-    """Seconds to the first token, how many there were, and the text."""
+    """Seconds to the first token, the number of tokens, and the text."""
     began, first, count, text = time.perf_counter(), None, 0, []
     stream = await client.completions.create(
         model=NAME,
@@ -99,7 +99,7 @@ async def ask(client: AsyncOpenAI, prompt: list[int], tokens: int) -> tuple[floa
 
 
 async def ask_all(address: str, prompts: Sequence[list[int]], at_once: int, tokens: int) -> dict[str, Any]:
-    """Every prompt, `at_once` of them at any time."""
+    """Send all prompts, `at_once` of them at any time."""
     async with AsyncOpenAI(base_url=f"{address}/v1", api_key="none", timeout=3600, max_retries=0) as client:
         gate = asyncio.Semaphore(at_once)
 
@@ -126,18 +126,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Other options go to both servers as they are.",
+        epilog="Other options are passed to both servers unchanged.",
     )
     parser.add_argument("--target", default=str(STAND_IN / "target"))
     parser.add_argument("--heads", default=str(STAND_IN / "heads"))
     parser.add_argument(
-        "--prompts", default="stand-in", help="as for `hf-clover benchmark`; of questions the first turns"
+        "--prompts", default="stand-in", help="as for `hf-clover benchmark`; only the first turn of questions"
     )
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4, 16, 64], help="requests at once")
-    parser.add_argument("--requests", type=int, default=16, help="of each server, or as many as are at once")
+    parser.add_argument("--requests", type=int, default=16, help="to each server, or --concurrency if that is more")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--num-speculative-tokens", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=1, help="of it all; medians are written")
+    parser.add_argument("--repeats", type=int, default=1, help="of all measurements; medians are written")
     parser.add_argument("--output", type=Path, default=HERE / "through_vllm.json")
     args, options = parser.parse_known_args(argv)
     if min(args.concurrency) < 1:

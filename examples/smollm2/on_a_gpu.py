@@ -1,11 +1,11 @@
-"""Ten minutes of one GPU for SmolLM2: its answers to many questions, heads trained on them, and what they are worth.
+"""Ten minutes of one GPU for SmolLM2: its answers to many questions, heads trained on them, and their speed.
 
-Three stages, each of which goes on where it was stopped and writes what it has as it goes: the target answers the
-questions in large batches, as `hf-clover regenerate` would; clover-x heads learn from the answers by the default
-recipe, in a plain loop (`examples/experiments/plain_training.py`), which needs neither trl nor datasets; and the
-benchmark measures them on questions they have not seen, first by category in batches, then one by one with the clock.
-`--minutes` are shared out among the stages, and what one leaves the next may use. In `--output` are `on_a_gpu.json`,
-the answers, and the heads in bfloat16.
+There are three stages. Each writes its results while it runs, and continues where it was stopped. First, the target
+answers the questions in large batches, as with `hf-clover regenerate`. Then clover-x heads learn from the answers by
+the default recipe, in a plain loop (`examples/experiments/plain_training.py`), which needs neither trl nor datasets.
+Last, the benchmark measures the heads on questions that they have not seen, first by category in batches, then one by
+one for the time. `--minutes` are divided among the stages; a stage may also use the time that earlier ones left.
+`--output` gets `on_a_gpu.json`, the answers, and the heads in bfloat16.
 
     python examples/smollm2/on_a_gpu.py train_prompts.jsonl --questions spec_bench.jsonl --output out
     python examples/smollm2/on_a_gpu.py train_prompts.jsonl --questions spec_bench.jsonl --output out \\
@@ -39,17 +39,17 @@ sys.path.insert(0, str(HERE.parent / "experiments"))
 from plain_training import Rows, Run, new_heads  # noqa: E402
 
 TEMPERATURE = 0.7
-HELD_OUT = 0.02  # of the questions, the last ones
-AT_ONCE = 4  # batches that are sorted by length together: the order stays as random as the file's
-SHARES = {"answers": 0.45, "training": 0.35, "batches": 0.1, "one by one": 0.1}  # of the minutes
+HELD_OUT = 0.02  # share of the questions, the last ones
+AT_ONCE = 4  # batches that are sorted by length together; the order of such groups is the file's
+SHARES = {"answers": 0.45, "training": 0.35, "batches": 0.1, "one by one": 0.1}  # shares of the minutes
 
 
 class OutOfTimeError(Exception):
-    """A stage has had its share; what it has is kept."""
+    """A stage has used up its share of the time; its results so far are kept."""
 
 
 class Clock:
-    """`--minutes`, shared out: a stage may use its share and what those before it have left."""
+    """`--minutes`, divided among the stages: a stage may use its share, and the time that earlier stages left."""
 
     def __init__(self, minutes: float) -> None:
         self.started, self.seconds = time.monotonic(), 60 * minutes
@@ -64,7 +64,7 @@ class Clock:
 
 
 def questions_of(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> dict[int, list[int]]:
-    """Place and token ids of every question of at most `most` tokens."""
+    """The place in the file and the token ids of every question of at most `most` tokens."""
     found = {}
     for place, line in enumerate(filter(str.strip, file.read_text(encoding="utf-8").split("\n"))):
         ids = Question([json.loads(line)["prompt"]]).encode(tokenizer)
@@ -74,7 +74,7 @@ def questions_of(file: Path, tokenizer: PreTrainedTokenizerBase, most: int) -> d
 
 
 def batches(ids: dict[int, list[int]], size: int, most_tokens: int, new_tokens: int) -> Iterator[list[int]]:
-    """Places of like lengths, so that a batch holds `size` rows and `most_tokens` at most."""
+    """Batches of questions of about the same length, each with at most `size` rows and `most_tokens` tokens."""
     places = list(ids)
     for start in range(0, len(places), AT_ONCE * size):
         batch: list[int] = []
@@ -91,7 +91,8 @@ def batches(ids: dict[int, list[int]], size: int, most_tokens: int, new_tokens: 
 def answer(
     args: argparse.Namespace, clock: Clock, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """A file of token ids for each batch. After the first, none is begun that would take longer than there is time."""
+    """Answer the questions; each batch is written to a file of token ids. After the first batch, none is begun if the
+    last one took longer than the time that is left."""
     folder = args.work / "answers"
     folder.mkdir(parents=True, exist_ok=True)
     ids = questions_of(args.questions_to_learn_from, tokenizer, args.max_length - args.max_new_tokens)
@@ -134,13 +135,13 @@ def answer(
 
 
 def answers_in(folder: Path) -> list[tuple[int, list[int], list[int]]]:
-    """Place, question and answer, in the questions' order."""
+    """Place, question and answer of every answered question, in the file's order."""
     lines = [line for file in folder.glob("*.gz") for line in gzip.decompress(file.read_bytes()).splitlines()]
     return sorted(tuple(json.loads(line)) for line in lines)
 
 
 def keep_answers(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-    """As rows of `messages`, which the trainer takes."""
+    """Write the answers as rows of `messages`, which the trainer takes."""
     with args.questions_to_learn_from.open(encoding="utf-8") as file:
         asked = [json.loads(line) for line in file if line.strip()]
     with gzip.open(args.output / "answers.jsonl.gz", "wt", encoding="utf-8") as file:
@@ -158,15 +159,15 @@ def learn(args: argparse.Namespace, clock: Clock, target: PreTrainedModel, note:
     texts = [[*question, *tokens] for _, question, tokens in answers_in(args.work / "answers")]
     if len(texts) < 2:
         raise SystemExit(
-            f"`--minutes {args.minutes:g}` left time for {len(texts)} answers, and one is to learn from and one to be "
-            "tried on: give it more minutes, or run it again, which goes on where it was."
+            f"`--minutes {args.minutes:g}` left time for {len(texts)} answers, and two are needed: one for training "
+            "and one for the evaluation. Give it more minutes, or run it again: it continues where it stopped."
         )
     held_out = max(int(HELD_OUT * len(texts)), 1)
     rows, test = (Rows.packed(part, args.max_length) for part in (texts[:-held_out], texts[-held_out:]))
     torch.manual_seed(0)
     heads = new_heads(target, rows, args.draft_vocab_size).to(target.device)
     steps = max(round(args.epochs * len(rows) / args.rows), 1)
-    saved = args.work / f"training-{len(texts)}.pt"  # of these answers: with more of them it is another run
+    saved = args.work / f"training-{len(texts)}.pt"  # by their number: with more answers it is another run
     run = Run(heads, target, rows, steps, args.rows)
     if saved.exists():
         run.load(saved)
@@ -197,7 +198,7 @@ def measure(
     stage: str,
     note: Any,
 ) -> None:
-    """The questions in batches, or one by one, as far as the time goes; `note` is given what there is."""
+    """Measure the questions in batches, or one by one, until the time is over; `note` gets all results so far."""
     heads = heads.to(device=target.device, dtype=target.dtype)
     in_batches = stage == "batches"
     methods = [plain(), with_heads(heads, "clover-x, 16 nodes", 16)]
@@ -229,7 +230,7 @@ def measure(
 
 
 def load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """From a folder, or from a GGUF file in as many parts as it came in."""
+    """The target and its tokenizer, from a folder or from the parts of a GGUF file."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     source: dict[str, Any] = {"name": str(args.target[0])}
@@ -284,25 +285,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions_to_learn_from", type=Path, help="a JSON lines file of `prompt` (messages)")
     parser.add_argument(
-        "--questions", type=Path, required=True, help="to be measured on, as Spec-Bench's file has them"
+        "--questions", type=Path, required=True, help="questions of the benchmark, in the format of Spec-Bench"
     )
     parser.add_argument(
         "--target", type=Path, nargs="+", default=[HERE / "target"], help="a folder, or a GGUF's parts"
     )
-    parser.add_argument("--output", type=Path, required=True, help="where figures, answers and heads go")
-    parser.add_argument("--work", type=Path, default=Path("runs/on_a_gpu"), help="what a stopped run goes on from")
-    parser.add_argument("--minutes", type=float, default=9, help="of all of it (%(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder for figures, answers and heads")
+    parser.add_argument("--work", type=Path, default=Path("runs/on_a_gpu"), help="state of a run, to resume it")
+    parser.add_argument("--minutes", type=float, default=9, help="for all stages together (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=2048, help="questions answered at once")
-    parser.add_argument("--most-tokens", type=int, default=1_500_000, help="in the cache at once (23 KB each)")
-    parser.add_argument("--max-new-tokens", type=int, default=320, help="of an answer to learn from")
-    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a row to learn from")
-    parser.add_argument("--rows", type=int, default=2, help="in a training step")
-    parser.add_argument("--epochs", type=float, default=1.0, help="where the time is enough")
+    parser.add_argument("--most-tokens", type=int, default=1_500_000, help="most tokens in the cache (23 KB each)")
+    parser.add_argument("--max-new-tokens", type=int, default=320, help="most tokens of an answer to learn from")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a training row")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a training step")
+    parser.add_argument("--epochs", type=float, default=1.0, help="if the time is enough")
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
-    parser.add_argument("--save-seconds", type=float, default=30, help="between two states to go on from")
-    parser.add_argument("--question-batch", type=int, default=24, help="questions at once, where no clock is asked")
-    parser.add_argument("--per-category", type=int, help="questions of each category; all without it")
-    parser.add_argument("--answer-tokens", type=int, default=128, help="of an answer that is measured")
+    parser.add_argument("--save-seconds", type=float, default=30, help="seconds between two saved states")
+    parser.add_argument("--question-batch", type=int, default=24, help="questions per batch, in the stage of batches")
+    parser.add_argument("--per-category", type=int, help="questions of each category; all by default")
+    parser.add_argument("--answer-tokens", type=int, default=128, help="tokens of a measured answer")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
 """clover-x heads for SmolLM2, by the default recipe, from its own answers.
 
-ANSWERS is a file of `messages`, as `hf-clover regenerate` writes them; the last 2 % of its questions are kept for the
-evaluation. Run again, it goes on where it was stopped. What it leaves in `--output` is what the Hub would hold: heads
-in bfloat16 and a card of what was measured; `--benchmark` brings the figures of `hf-clover benchmark` onto it.
+ANSWERS is a file of `messages`, as `hf-clover regenerate` writes it; the last 2 % of its questions are used for the
+evaluation. A second run continues where the first was stopped. `--output` then holds the files for the Hub: heads in
+bfloat16, and a card with the measured figures. `--benchmark` adds the figures of `hf-clover benchmark` to the card.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def finish(args: argparse.Namespace, trainer: CloverTrainer) -> None:
 
 
 def benchmarks_of(files: list[Path]) -> list[dict[str, Any]]:
-    """What `hf-clover benchmark` measured with clover-x heads, overall and by category, as a card has it."""
+    """The figures that `hf-clover benchmark` measured with clover-x heads, overall and by category, for a card."""
     found = []
     for file in files:
         result = json.loads(file.read_text())
@@ -90,8 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("answers", type=Path, help="a JSON lines file of `messages`")
     parser.add_argument("--target", type=Path, default=HERE / "target", help="made by make_target.py")
     parser.add_argument("--output", type=Path, default=HERE / "heads")
-    parser.add_argument("--work", type=Path, default=Path("runs/smollm2"), help="what a stopped run goes on from")
-    parser.add_argument("--dtype", default="auto", help="of the target; bfloat16 where the processor multiplies it")
+    parser.add_argument("--work", type=Path, default=Path("runs/smollm2"), help="state of a run, to resume it")
+    parser.add_argument("--dtype", default="auto", help="the target's; bfloat16 if the processor is fast with it")
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--epochs", type=float, default=1.0)

@@ -1,1 +1,1 @@
-"""What a person talks to: a chat in the console, text as it appears, a server for OpenAI's clients."""
+"""Programs for people and clients: a chat in the console, text shown while it is generated, an OpenAI-style server."""

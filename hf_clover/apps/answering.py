@@ -1,10 +1,10 @@
-"""One thread that generates with heads, one request after the other, and what it tells the server meanwhile.
+"""One thread that generates with heads, one request after the other, and reports to the server.
 
-Contract: a `Job` is a prompt, settings and a seed; `Line.put` lets it wait its turn. What it writes comes out of
-`job.events`, in the loop of the server: pieces, then one `Ended` or `Failed`. The text is plain `generate`'s from the
-same seed, whoever else asks: random numbers are seeded where they are drawn. A job that is cancelled stops at the next
-token, or does not begin. Heads that learn do so in the same thread while nobody waits: a request that comes meanwhile
-waits for one step at most.
+Contract: a `Job` is a prompt, settings and a seed; `Line.put` puts it into the queue. The server's event loop reads
+the answer from `job.events`: pieces, then one `Ended` or `Failed`. The text is that of plain `generate` with the same
+seed, whatever other clients send: the seed is set right before the job generates. A cancelled job stops at the next
+token, or does not begin. Heads with a learner learn in the same thread while no job waits; a new request then waits
+for at most one step.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-LEAST_NEW_TOKENS = 1024  # for who asks for no number, where the target's own is lower
-REASONING = ("reasoning_content", "thinking", "reasoning")  # what templates call it
+LEAST_NEW_TOKENS = 1024  # `max_new_tokens` of a request without a number, if the target's own default is lower
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of reasoning in chat templates
 
 
 @dataclass
 class Served:
-    """What speculation did in all requests that were answered to their end, and how many were not."""
+    """Counts of speculation over all requests that were answered completely, and the number of cancelled ones."""
 
     requests: int = 0
     new_tokens: int = 0
     target_forwards: int = 0
     accepted_tokens: int = 0
-    cancelled: int = 0  # their clients had gone
+    cancelled: int = 0  # requests whose client disconnected
 
     def as_dict(self) -> dict[str, float]:
         return {**asdict(self), "tokens_per_forward": self.new_tokens / max(self.target_forwards, 1)}
@@ -70,14 +70,14 @@ class ToolCall:
 @dataclass(frozen=True)
 class Ended:
     tokens: int
-    is_full: bool  # so many as were asked for
+    is_full: bool  # whether the answer has the largest number of tokens that was asked for
 
 
 @dataclass(frozen=True)
 class Failed:
-    """None: the client has gone."""
+    """A job that ended without an answer."""
 
-    error: Exception | None
+    error: Exception | None  # None: the job was cancelled
 
 
 class Cancelled(Exception):
@@ -85,7 +85,7 @@ class Cancelled(Exception):
 
 
 class Job:
-    """To be made in the server's loop."""
+    """One request in the queue. It has to be made within the server's event loop."""
 
     def __init__(self, asked: Asked, tokens: list[int], config: "GenerationConfig") -> None:
         self.asked, self.tokens, self.config = asked, tokens, config
@@ -93,8 +93,8 @@ class Job:
         self._cancelled, self._loop = threading.Event(), asyncio.get_running_loop()
 
     def say(self, *events: Any) -> None:
-        """From the thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
+        """Send events to the server's loop, from the generating thread."""
+        with suppress(RuntimeError):  # the loop is closed: nobody reads events
             for event in events:
                 self._loop.call_soon_threadsafe(self.events.put_nowait, event)
 
@@ -116,7 +116,7 @@ class Line:
     ) -> None:
         self.target, self.tokenizer, self.heads = target, tokenizer, heads
         self.served = Served()
-        self.jobs: set[Job] = set()  # that wait, and the one that is answered
+        self.jobs: set[Job] = set()  # jobs that wait, and the one that is being answered
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="answering")
         self._is_closed = False
 
@@ -131,7 +131,7 @@ class Line:
         self._thread.shutdown()
 
     def config_for(self, asked: Asked, length: int, rules: Rules) -> "GenerationConfig":
-        """The target's own, and what was asked of it. Raises `Refused`."""
+        """The target's own generation config with the request's settings. Raises `Refused`."""
         config = copy.deepcopy(self.target.generation_config)
         config.update(**{"max_new_tokens": max(config.max_new_tokens or 0, LEAST_NEW_TOKENS), **asked.settings})
         config.update(num_return_sequences=1, return_dict_in_generate=False)
@@ -172,7 +172,7 @@ class Line:
         parts = (self.tokenizer, self.target, job.tokens, job.asked.tools)
         writer = Writer(job, response_parser(*parts) if job.asked.is_chat else None, self.tokenizer)
         prompt = torch.tensor([job.tokens], device=self.target.device)
-        # A seed that a client chose is for its own text: the next one's random numbers must not follow from it.
+        # A client's seed applies to its own text only: it must not determine the next client's random numbers.
         torch.seed() if job.asked.seed is None else torch.manual_seed(job.asked.seed)
         criteria = [StopTexts(self.tokenizer, job.asked.stops, len(job.tokens))] if job.asked.stops else []
         with speculations() as records:
@@ -194,14 +194,14 @@ class Line:
 
 
 class StopTexts(StoppingCriteria):
-    """Ends where the answer's text holds one of `stops`, as transformers' `StopStringCriteria` does, which first goes
-    through the whole vocabulary: minutes for a large one and long texts."""
+    """Ends an answer when its text holds one of `stops`, like transformers' `StopStringCriteria`. That one first reads
+    the whole vocabulary, which takes minutes for a large vocabulary and long stop texts."""
 
-    _CONTEXT = 4  # tokens before those that are looked at, by which these begin with a space or not
+    _CONTEXT = 4  # tokens before the decoded ones, which decide whether these begin with a space
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: list[str], prompt_tokens: int) -> None:
         self.tokenizer, self.stops, self.prompt_tokens = tokenizer, stops, prompt_tokens
-        self.most = max(len(stop.encode()) for stop in stops) + self._CONTEXT  # a token is a byte or more
+        self.most = max(len(stop.encode()) for stop in stops) + self._CONTEXT  # a token has at least one byte
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         begin = max(self.prompt_tokens, input_ids.shape[1] - self.most)
@@ -215,7 +215,7 @@ class StopTexts(StoppingCriteria):
 
 
 class Writer:
-    """A streamer: tokens in, what a client is told out, at once where it streams, or else at the end."""
+    """A streamer that turns tokens into events for the client: at once if the request streams, else at the end."""
 
     def __init__(self, job: Job, parser: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.job, self.parser, self.tokenizer = job, parser, tokenizer
@@ -236,16 +236,16 @@ class Writer:
                 self._say(self._text.push(token))
 
     def end(self) -> None:
-        """Of generation; what is left to say is said by `finish`."""
+        """Called at the end of generation. It does nothing: `finish` sends the rest."""
 
     def finish(self) -> None:
         if self.job.asked.stream:
             self._say(self._text.flush())
         else:
             text = self.tokenizer.decode(self.tokens, skip_special_tokens=self.parser is None)
-            self._say(text)  # type: ignore[arg-type]  # of one row
+            self._say(text)  # type: ignore[arg-type]  # one row is a text
         if self.parser is not None:
-            with suppress(ValueError, RuntimeError):  # the text ends in the middle of a call
+            with suppress(ValueError, RuntimeError):  # the text ends in the middle of a tool call
                 self.job.say(*_told(self.parser.finalize()[1]))
 
     def _say(self, text: str) -> None:
@@ -254,13 +254,13 @@ class Writer:
         elif text:
             try:
                 self.job.say(*_told(self.parser.feed(text)))
-            except (ValueError, RuntimeError, KeyError, TypeError):  # a call that is none
+            except (ValueError, RuntimeError, KeyError, TypeError):  # it looks like a tool call, but is none
                 self.parser = None
                 self.job.say(Text(text))
 
 
 def _told(events: list[dict[str, Any]]) -> Iterator[Any]:
-    """What a client is told of a parser's events."""
+    """The events for the client, made from a parser's events."""
     for event in events:
         kind, name, text = event["type"], event.get("field"), event.get("text")
         if kind == "region_chunk" and text and not event.get("dirty"):

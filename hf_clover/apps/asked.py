@@ -1,8 +1,8 @@
-"""What a request to the server may say, and what it means: bytes in, an `Asked` out, or a refusal.
+"""Reads requests to the server: turns bytes into an `Asked`, or refuses them.
 
-Contract: `understand` takes what OpenAI's three interfaces have in common with `generate`, and refuses everything else
-by the field's name with a way out: nothing that would change the answer is left out in silence. Every field has
-bounds, so that what comes out can be generated. Knows no model and no server, and needs nothing but Python.
+Contract: `understand` accepts the fields of OpenAI's three interfaces that `generate` can honour. It refuses every
+other field by name, with a way out; no field that would change the answer is ignored silently. Every field has bounds,
+so that the result can be generated. This module knows no model and no server, and needs only Python.
 """
 
 import json
@@ -13,15 +13,15 @@ from typing import Any
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 TEXT_FIELD = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
-MOST_BYTES = 8 << 20  # of a body, however many positions the target has
-BYTES_PER_TOKEN = 16  # on average over a whole prompt, which no language comes near
+MOST_BYTES = 8 << 20  # most bytes of a body, however many positions the target has
+BYTES_PER_TOKEN = 16  # upper bound of the average over a prompt; every language is far below it
 MOST_STOPS, MOST_STOP_LETTERS = 16, 128
 MOST_BIASES = 1024
 TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Refused(ValueError):
-    """A request that is not answered, with the field to blame. What it says is bounded, whatever the field's name."""
+    """A request that is not answered, and the field that caused it. The length of its text is bounded."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ def _sayable(text: str, most: int) -> str:
 
 @dataclass(frozen=True)
 class Rules:
-    """What is known of the target and what its operator allows."""
+    """Facts about the target, and what the server's operator allows."""
 
     name: str
     positions: int | None  # None: any number
@@ -44,31 +44,31 @@ class Rules:
 
     @property
     def most_text(self) -> int | None:
-        """Bytes of a prompt beyond which it cannot fit."""
+        """Most bytes of a prompt: a longer one cannot fit."""
         return None if self.positions is None else self.positions * BYTES_PER_TOKEN
 
     @property
     def most_body(self) -> int:
-        """Bytes of a request: as many letters as fit, were each escaped, and some room."""
+        """Most bytes of a request: the letters of the longest prompt, each one escaped, and some room."""
         return MOST_BYTES if self.most_text is None else min(MOST_BYTES, 8 * self.most_text + (64 << 10))
 
 
 @dataclass
 class Asked:
-    text: str | None = None  # or else
+    text: str | None = None  # the prompt, if there are no messages
     messages: list[dict[str, Any]] | None = None
-    template: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, and maybe itself
+    template: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, and maybe a template
     tools: list[dict[str, Any]] | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # for `GenerationConfig`
-    stops: list[str] = field(default_factory=list)  # texts behind which an answer ends
+    stops: list[str] = field(default_factory=list)  # texts after which an answer ends
     seed: int | None = None
     stream: bool = False
-    is_chat: bool = False  # so that answers may hold reasoning and calls of tools
+    is_chat: bool = False  # True: answers may hold reasoning and tool calls
     suffix: str | None = None
 
 
 def understand(body: bytes, route: str, rules: Rules) -> Asked:
-    """Raises `Refused`."""
+    """The request in `body`. Raises `Refused`."""
     request = {name: value for name, value in _parse(body).items() if value is not None}
     if request.get("model", rules.name) != rules.name:
         raise Refused(
@@ -102,7 +102,7 @@ def understand(body: bytes, route: str, rules: Rules) -> Asked:
 
 
 def refuse_long(text: str, name: str, rules: Rules) -> None:
-    """Before it is tokenised, which takes time and memory."""
+    """Refuse a prompt that is too long, before it is tokenised: that takes time and memory."""
     size = len(text.encode())
     if rules.most_text is not None and size > rules.most_text:
         raise Refused(
@@ -116,11 +116,11 @@ def refuse_long(text: str, name: str, rules: Rules) -> None:
 def _parse(body: bytes) -> dict[str, Any]:
     try:
         request = json.loads(body.decode(), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:  # of too many digits, too
+    except (ValueError, RecursionError) as error:  # ValueError also for too many digits
         raise Refused(f"the request is no JSON: {error}") from error
     if not isinstance(request, dict):
         raise Refused(f"the request is a JSON {type(request).__name__}, and must be an object.")
-    if b"\\ud" in body.lower():  # the only way in for half a character
+    if b"\\ud" in body.lower():  # half a character can only be written so
         _refuse_surrogates(request)
     return request
 
@@ -147,7 +147,7 @@ def _refuse_surrogates(request: dict[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    """As the client wrote it, in a few letters."""
+    """The value as the client wrote it, shortened."""
     if isinstance(value, list | dict) and len(value) > 20:
         return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
     text = json.dumps(value if not isinstance(value, str) else value[:81])
@@ -200,7 +200,7 @@ def _integer(low: int, high: int) -> Check:
 
 
 def _only(accepted: tuple[Any, ...], reason: str) -> Check:
-    """A field that asks for what this server has not; what says "no, thanks" is taken."""
+    """A field for something that this server does not have. Values that ask for none of it are accepted."""
 
     def check(name: str, value: Any) -> None:
         if not any(value == one and type(value) is type(one) for one in accepted):
@@ -210,7 +210,7 @@ def _only(accepted: tuple[Any, ...], reason: str) -> Check:
 
 
 def _anything(name: str, value: Any) -> None:
-    """Says something about the request, and asks for nothing."""
+    """A field that describes the request and does not change the answer."""
 
 
 def _stop(name: str, value: Any) -> None:
@@ -223,7 +223,7 @@ def _stop(name: str, value: Any) -> None:
 
 
 def _text_format(name: str, value: Any) -> None:
-    """`response_format`, or `text` of the responses."""
+    """`response_format`, or `text` of the Responses interface."""
     inner = value.get("format", value) if isinstance(value, dict) else None
     if not isinstance(inner, dict) or inner.get("type", "text") != "text":
         raise Refused(f"`{name}={_shown(value)}` is not supported: answers are text as the model writes it.", name)
@@ -331,7 +331,7 @@ def _biases(biases: dict[str, Any], rules: Rules) -> list[Any]:
 
 
 _CUTOFF, _ONE_ROW = _number(0, 0.999), _only((1,), "a request is one row (at most 1); send it several times")
-SETTINGS: dict[str, Check] = {  # of `generation_config`
+SETTINGS: dict[str, Check] = {  # the fields of `generation_config` that clients may set
     **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), _BOOLEAN),
     "temperature": _number(0.01, 100),
     "top_k": _integer(0, 2**31 - 1),
@@ -353,7 +353,7 @@ _FORBIDDING = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_
 
 
 def _generation_config(given: Any, rules: Rules) -> dict[str, Any]:
-    """`GenerationConfig`'s, as JSON in a text or as an object."""
+    """Settings of a `GenerationConfig`, given as an object or as JSON in a text."""
     described = "an object of settings, or such an object as JSON in a text"
     if isinstance(given, str):
         try:
@@ -388,7 +388,7 @@ def _generation_config(given: Any, rules: Rules) -> dict[str, Any]:
 
 
 def _count_tokens(name: str, value: Any, rules: Rules) -> int:
-    """Of a list of ids; of a list of such lists for `bad_words_ids`."""
+    """Number of ids in a list of ids, or in a list of such lists for `bad_words_ids`."""
     path = f"generation_config.{name}"
     rows = value if name == "bad_words_ids" else [value if isinstance(value, list) else [value]]
     described = "a list of lists of tokens" if name == "bad_words_ids" else "a list of tokens"
@@ -411,14 +411,14 @@ def _messages_of(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _message(path: str, message: Any) -> dict[str, Any]:
-    """As a chat template expects it."""
+    """The message in the form that a chat template expects."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong(path, "an object with a `role`", message)
     parsed = {"role": message["role"], "content": _content(f"{path}.content", message.get("content"))}
     calls = message.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
         raise _wrong(f"{path}.tool_calls", "a list", calls)
-    if calls:  # the text beside them is empty, or the calls once more
+    if calls:  # the text beside them is empty, or repeats the calls
         parsed["content"] = ""
         parsed["tool_calls"] = [_tool_call(f"{path}.tool_calls[{at}]", call) for at, call in enumerate(calls)]
     if message.get("tool_call_id") is not None:
@@ -466,7 +466,7 @@ def _tool_call(path: str, call: Any) -> dict[str, Any]:
 
 
 def _tools_of(tools: list[Any] | None) -> list[dict[str, Any]] | None:
-    """Nested, as chat completions and templates have them; responses have them flat."""
+    """Tools in the nested form of chat completions and templates; the Responses interface sends them flat."""
     nested = []
     for place, tool in enumerate(tools or ()):
         path = f"tools[{place}]"
@@ -496,7 +496,7 @@ def _template_of(variables: dict[str, Any], rules: Rules) -> dict[str, Any]:
     return variables
 
 
-# Parameters of `apply_chat_template` that are no variables of a template, in any version of transformers.
+# Parameters of `apply_chat_template`, in any version of transformers, that are not variables of a template.
 OF_THE_TOKENIZER = (
     *("self", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -505,7 +505,7 @@ OF_THE_TOKENIZER = (
 
 
 def _messages_of_input(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Messages and calls of the Responses interface, as a chat has them."""
+    """Messages and tool calls of the Responses interface, in the form of a chat."""
     given, messages = request["input"], []
     if isinstance(given, str):
         messages = [{"role": "user", "content": given}]
@@ -546,5 +546,5 @@ def _add_item(messages: list[dict[str, Any]], path: str, item: Any) -> None:
         _TEXT(f"{path}.call_id", item.get("call_id"))
         output = _content(f"{path}.output", item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
-    elif kind != "reasoning":  # which no template is given back
+    elif kind != "reasoning":  # reasoning is not given back to the template
         raise Refused(f"`{path}.type` is {_shown(kind)}, which this server does not know.", f"{path}.type")

@@ -1,9 +1,9 @@
-"""A conversation with a target, and the loop that holds it in a terminal.
+"""A conversation with a target, and the loop that runs it in a terminal.
 
-Contract: a `Conversation` is the ids of everything said and the cache of them. A turn gives the target what is new,
-and the heads' memory goes on with the cache; the tokens are those of plain generate on the whole conversation. An
-answer that is broken off, by whatever exception, stays said as far as it got, and the next turn goes on from there.
-`chat` knows lines and keys, not models; while it waits for a line, heads that learn do so.
+Contract: a `Conversation` holds the ids of everything said, and their cache. A turn feeds the target only the new ids,
+and the heads' state continues with the cache. The tokens are those of plain `generate` on the whole conversation. If
+an exception interrupts an answer, the part that was generated stays in the conversation, and the next turn continues
+from there. `chat` knows lines and keys, not models. Heads with a learner learn while it waits for a line.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,12 @@ class ConversationFull(ValueError):
 
 
 class Conversation:
-    """With a chat template: messages. Without: one text, which the target continues wherever a turn leaves it.
+    """A conversation of messages, if the tokenizer has a chat template. Otherwise it is one text: each turn appends to
+    it, and the target continues it.
 
     Args:
-        target, tokenizer, heads: As for `generate`; without heads it is plain generate that answers.
-        max_new_tokens (`int`): The longest answer.
+        target, tokenizer, heads: As for `generate`; without heads, plain `generate` answers.
+        max_new_tokens (`int`): Most tokens of an answer.
         options: Further keywords for `generate`.
     """
 
@@ -60,7 +61,7 @@ class Conversation:
     def clear(self) -> None:
         self.messages: list[dict[str, str]] = []
         self.ids: list[int] = []
-        self.cache: Any = None  # of the first ids, all of them or fewer
+        self.cache: Any = None  # holds the first of the ids, or all of them
 
     @property
     def learner(self) -> Any:
@@ -68,10 +69,10 @@ class Conversation:
         return getattr(self.heads, "learner", None)
 
     def answer(self, text: str, record: StepRecord) -> Any:
-        """One turn, watched by `record`. Returns generate's output."""
+        """Answer `text` in one turn, recorded by `record`. Returns the output of `generate`."""
         ids = self._asked(text)
         room = self._room(ids)
-        cache, self.cache = self._matching(ids), None  # while the target works, its cache is in no state to go on from
+        cache, self.cache = self._matching(ids), None  # an interrupted call may leave the cache in any state
         input_ids = torch.tensor([ids], device=self.target.device)
         inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
         try:
@@ -83,7 +84,7 @@ class Conversation:
         return out
 
     def _asked(self, text: str) -> list[int]:
-        """The ids of the conversation up to the answer that is wanted."""
+        """The ids of the conversation up to the next answer."""
         if self.tokenizer.chat_template is not None:
             messages = [*self.messages, {"role": "user", "content": text}]
             return prompt_ids(self.tokenizer, messages)
@@ -103,7 +104,8 @@ class Conversation:
         return min(self.max_new_tokens, most - len(ids))
 
     def _matching(self, ids: list[int]) -> Any:
-        """The cache as far as it is one of `ids`: a template may write what was said in another way."""
+        """The part of the cache that matches `ids`; None if no part does. A template may write earlier messages in
+        another way than before."""
         if self.cache is None:
             return None
         known = self.cache.get_seq_length()
@@ -118,7 +120,7 @@ class Conversation:
         return cut
 
     def _said(self, text: str, ids: list[int], tokens: list[int]) -> None:
-        if not tokens:  # broken off before there was an answer: nothing was said
+        if not tokens:  # interrupted before the first token: leave the turn out
             self.cache = None
             return
         answer: Any = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -133,7 +135,7 @@ class Conversation:
 
 
 def chat(conversation: Conversation, console: "Console", read: Callable[[], str]) -> None:
-    """Until /exit or the end of what `read` gives (EOFError)."""
+    """Run the conversation until /exit, or until `read` raises EOFError."""
     kind = "chat" if conversation.tokenizer.chat_template is not None else "no chat template: your text is continued"
     console.print(f"{kind}; /help lists the commands", style="dim", highlight=False)
     while True:

@@ -1,7 +1,9 @@
-"""The text of a generation as it appears, on a console, the free tokens in colour where there is colour.
+"""The text of a generation on a console, shown while it is generated, with free tokens in colour if there is colour.
 
-Contract: a `LiveStreamer` is a `StepRecord`, so it knows of each token whether it came free. It changes no token, and
-keeps no exception from its caller. On a terminal lines end between words (`lines`).
+A token is free if it was drafted and accepted, so it needed no forward of its own.
+
+Contract: a `LiveStreamer` is a `StepRecord`, so it knows whether a token was free. It changes no token and catches no
+exception. On a terminal, lines end between words (`lines`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +21,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FREE, PROMPT = "bold green", "dim"  # rich's names of styles
-_CONTEXT = 8  # tokens before a text that decide how it begins: whether with a space, for one
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
+_CONTEXT = 8  # tokens before a text, which decide for example whether it begins with a space
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # half a character decodes to this
 
 
 class TokenText:
-    """Ids in, text out: a character as soon as all of it is there, decoding no more than the last few tokens.
+    """Turns ids into text one by one: returns each character as soon as it is complete, and decodes only the last few
+    tokens.
 
-    What comes out, put together, is what the whole decodes to.
+    The returned texts, joined, equal the decoded whole.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class TokenText:
         return new
 
     def flush(self) -> str:
-        """What no token will complete any more."""
+        """The rest of the text, including a character that is not complete."""
         new = self._decode(self._before + self._pending)[len(self._known) :]
         self._before, self._pending, self._known = [], [], ""
         return new
@@ -57,12 +60,12 @@ class TokenText:
 
 
 class LiveStreamer(StepRecord):
-    """Writes one text while it is generated. A token is written when it is known whether it came free, which is when
-    the next token of its forward, or the next forward, arrives.
+    """Writes one text while it is generated. A token is written when it is known whether it was free: when the next
+    token of the same forward arrives, or the next forward begins.
 
     Args:
-        tokenizer: The target's.
-        console (`rich.console.Console`, *optional*): Where to; by default standard output.
+        tokenizer: The target's tokenizer.
+        console (`rich.console.Console`, *optional*): The console to write to; standard output by default.
         skip_prompt (`bool`, *optional*, defaults to `False`): Whether to leave the prompt out, as in transformers'
             `TextStreamer`.
     """
@@ -75,8 +78,8 @@ class LiveStreamer(StepRecord):
         super().__init__()
         self.tokenizer, self.skip_prompt = tokenizer, skip_prompt
         self.console = Console() if console is None else console
-        self._text: TokenText | None = None  # once there is a prompt
-        self._held: int | None = None  # the last token, which may be free or the target's own
+        self._text: TokenText | None = None  # None until the prompt has arrived
+        self._held: int | None = None  # the last token, of which it is not yet known whether it was free
         self._words, self._at_line_start = WholeWords(), True
 
     def new_step(self, *_: Any) -> None:
@@ -99,7 +102,7 @@ class LiveStreamer(StepRecord):
             self._held = token
 
     def end(self) -> None:
-        """The text is over: what was held back, and the end of the line. A second call finds nothing to do."""
+        """Write the token that was held back and end the line. A second call does nothing."""
         super().end()
         if self._text is None:
             return
@@ -119,7 +122,7 @@ class LiveStreamer(StepRecord):
         if not self.console.is_terminal:
             self._show(text, style)
             return
-        text = text.replace("\x1b", "␛")  # the model does not command the terminal
+        text = text.replace("\x1b", "␛")  # so that no generated text controls the terminal
         pieces = self._words.push(text, style, self.console.width)
         for style, alike in groupby(pieces, key=itemgetter(1)):
             self._show("".join(text for text, _ in alike), style)
@@ -129,7 +132,7 @@ class LiveStreamer(StepRecord):
         from rich.style import Style
 
         has_colour = self.console.color_system is not None and not self.console.no_color
-        # As it is: rich would drop control characters and widen tabs.
+        # As a segment, because rich would drop control characters and widen tabs in text.
         segment = Segment(text, Style.parse(style) if style and has_colour else None)
         self.console.print(Segments([segment]), end="", soft_wrap=True)
         self._at_line_start = text.endswith("\n")
@@ -143,9 +146,9 @@ def generate_live(
     console: "Console | None" = None,
     **options: Any,
 ) -> Any:
-    """`target.generate(**inputs, assistant_model=heads, **options)`, shown as it goes, the free tokens in colour.
+    """`target.generate(**inputs, assistant_model=heads, **options)`, shown while it runs, with free tokens in colour.
 
-    Returns generate's output, as a dictionary.
+    Returns the output of `generate` as a dictionary.
     """
     return LiveStreamer(tokenizer, console).generate(target, inputs, heads, **options)
 

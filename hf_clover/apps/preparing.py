@@ -1,8 +1,9 @@
-"""Requests become tokens in a process of its own, which is ended when it takes too long.
+"""A separate process turns requests into tokens, and is killed if it takes too long.
 
-Contract: `Preparer.prepare` gives what a request asks for and its prompt's tokens, or raises `Refused`. All that a
-client can make large or slow happens in that process: its JSON, its chat template, tokenising. So a request costs no
-more than `SECONDS` of one core and `MOST_MEMORY`, one request at a time, and the server answers others meanwhile.
+Contract: the future of `Preparer.prepare` returns a request's settings and its prompt's tokens, or raises `Refused`.
+All work that a client can make large or slow runs in that process: parsing JSON, rendering the chat template,
+tokenising. So a request costs at most `SECONDS` of one core and `MOST_MEMORY` bytes, one request at a time, and the
+server answers other requests meanwhile.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ from .asked import TEXT_FIELD, Asked, Refused, Rules, refuse_long, understand
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS = 10.0  # for one request
-SECONDS_TO_START = 120.0
-MOST_MEMORY = 1 << 30  # bytes on top of what the process has once it has started
+SECONDS = 10.0  # most seconds for one request
+SECONDS_TO_START = 120.0  # most seconds until the process is ready
+MOST_MEMORY = 1 << 30  # most bytes beyond those that the process uses after its start
 _START = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -33,7 +34,7 @@ work()
 
 
 class Preparer:
-    """`tokenizer` and `rules` go to the process as they are now."""
+    """The server's side of the process, which gets a copy of `tokenizer` and `rules` as they are now."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", rules: Rules) -> None:
         self._kit = pickle.dumps(sys.path) + pickle.dumps((tokenizer, rules))
@@ -44,7 +45,7 @@ class Preparer:
         return self._thread.submit(self._started)
 
     def prepare(self, route: str, body: bytes) -> Future:
-        """Of an `Asked` and its tokens. They are prepared one after the other."""
+        """The future of an `Asked` and its tokens. Requests are prepared one after the other."""
         return self._thread.submit(self._prepare, route, body)
 
     def close(self) -> None:
@@ -62,7 +63,7 @@ class Preparer:
             )
             if self._exchange(self._process, self._kit, SECONDS_TO_START) != b"ready\n":
                 self._process = None
-                raise RuntimeError("the process that tokenises does not start: its error stands above.")
+                raise RuntimeError("the process that tokenises does not start: its error is printed above.")
         return self._process
 
     def _prepare(self, route: str, body: bytes) -> tuple[Asked, list[int]]:
@@ -72,7 +73,7 @@ class Preparer:
         if not answer.endswith(b"\n"):
             self._process = None
             raise Refused(
-                f"`{TEXT_FIELD[route]}`: to render and tokenise the request takes more than {SECONDS:g} s, or more "
+                f"`{TEXT_FIELD[route]}`: rendering and tokenising the request takes more than {SECONDS:g} s, or more "
                 "memory than there is: shorten it.",
                 TEXT_FIELD[route],
             )
@@ -82,7 +83,7 @@ class Preparer:
         return Asked(**said["asked"]), said["tokens"]
 
     def _exchange(self, process: "subprocess.Popen[bytes]", sent: bytes, seconds: float) -> bytes:
-        """What it answers, a line; less than a line where it has ended, or was ended when the time was over."""
+        """The line that the process answers. A text without a line break means that it has ended or was killed."""
         asks, answers = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)  # both are pipes
         timer = threading.Timer(seconds, process.kill)
         timer.daemon = True
@@ -107,14 +108,14 @@ class Preparer:
 
 
 def work() -> None:
-    """Until the server's end of the pipe is closed."""
+    """The main loop of the process, until the server closes its end of the pipe."""
     import signal
 
     from transformers.utils import logging
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever else prints, prints to stderr
+    os.dup2(2, 1)  # other prints go to stderr
     logging.set_verbosity_error()
     tokenizer, rules = pickle.load(asks)
     limit_memory()
@@ -138,7 +139,7 @@ def answer(tokenizer: "PreTrainedTokenizerBase", rules: Rules, route: str, body:
         return json.dumps({"asked": asdict(asked), "tokens": tokens}).encode()
     except Refused as error:
         refusal = vars(error)
-    except Exception as error:  # of data that no check has thought of
+    except Exception as error:  # the checks did not foresee such data
         reason = f"`{TEXT_FIELD[route]}` cannot be rendered and tokenised ({type(error).__name__}: {str(error)[:200]})"
         refusal = {"message": f"{reason}: change it.", "param": TEXT_FIELD[route]}
     return json.dumps({"refused": refusal}).encode()
@@ -179,7 +180,7 @@ def _rendered(tokenizer: "PreTrainedTokenizerBase", asked: Asked, name: str) -> 
 
 
 def limit_memory() -> None:
-    """On Linux; elsewhere the time is limited alone."""
+    """Limit the memory of this process, on Linux; other systems limit only the time."""
     try:
         import resource
 

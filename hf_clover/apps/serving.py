@@ -1,10 +1,10 @@
 """A target with its heads behind OpenAI's interface: a small FastAPI application over `generate`.
 
-Contract: `make_app` gives that application for one target that is loaded already, with the heads in every request:
-clients get plain generate's tokens, sooner, one request after the other. What a server in the open needs is here: a
-request is rendered and tokenised where it cannot hold up others (`preparing`), has bounds that its refusal names
-(`asked`), is cancelled when its client goes, waits in a line that has an end, and needs the key where there is one.
-Needs the extra `serve`.
+Contract: `make_app` makes the application for one loaded target. Every request is answered with the heads, one request
+after the other, with the tokens of plain `generate`. The application is made for untrusted clients. A request is
+rendered and tokenised in another process, so it cannot block others (`preparing`). Its fields have bounds, and a
+refusal names them (`asked`). It is cancelled when its client disconnects. The queue has a limited length. If the
+server has a key, clients must send it. This module needs the extra `serve`.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from ..network.modeling_heads import DraftHeads
 
-MOST_WAITING = 64  # requests, the one that is being answered included
-SECONDS_TO_SEND = 60.0  # a request's body
+MOST_WAITING = 64  # most requests that wait, including the one that is being answered
+SECONDS_TO_SEND = 60.0  # most seconds in which a request's body has to arrive
 REQUEST_ID = re.compile(rb"[\w.-]{1,128}")
 
 
@@ -46,7 +46,7 @@ def serve(
     api_key: str | None = None,
     allow_chat_templates: bool = False,
 ) -> None:
-    """`make_app`, served until Ctrl-C."""
+    """Serve the application of `make_app` until Ctrl-C."""
     app = make_app(target, tokenizer, heads, name, api_key, allow_chat_templates)
     import uvicorn
 
@@ -63,9 +63,9 @@ def make_app(
 ) -> "FastAPI":
     """
     Args:
-        name: What clients ask for as `model`; without it, the target's own.
-        api_key: What every route but `/health` asks for, as `Authorization: Bearer KEY`.
-        allow_chat_templates: Whether a client may send a chat template of its own, a program that runs here.
+        name: The name that clients send as `model`; the target's own name by default.
+        api_key: The key that every route except `/health` requires, as `Authorization: Bearer KEY`.
+        allow_chat_templates: Whether a client may send its own chat template, which is a program that runs here.
     """
     for package in ("fastapi", "uvicorn"):
         if not has_package(package):
@@ -149,13 +149,13 @@ def has_package(name: str) -> bool:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    """Without what the error says, which is for the log."""
+    """The body of an answer with status 500. It leaves out the error's text, which only the log has."""
     message = f"the server failed at this request ({type(error).__name__}); its log says more."
     return error_body(message, status=500)
 
 
 class Office:
-    """What becomes of a request: it is read, prepared, put in line and answered."""
+    """Handles a request: reads it, has it prepared, queues it and answers it."""
 
     def __init__(self, line: Line, preparer: Preparer, rules: Rules) -> None:
         self.line, self.preparer, self.rules = line, preparer, rules
@@ -183,7 +183,7 @@ class Office:
         job = await self._prepared(visit, route, body)
         if job is None:
             self.left_early += 1
-            return Response(status_code=499)  # which nobody reads
+            return Response(status_code=499)  # nobody reads it
         self.line.put(job)
         shape = SHAPES[route](self.rules.name, request.state.request_id, len(job.tokens), job.asked.suffix)
         if job.asked.stream:
@@ -193,13 +193,13 @@ class Office:
             while not isinstance(event := await job.events.get(), Ended | Failed):
                 pieces.append(event)
         finally:
-            job.cancel()  # where the server stops; one that has ended it does not reach
+            job.cancel()  # for a server that is stopped; without effect on a job that has ended
         if isinstance(event, Ended):
             return JSONResponse(shape.whole(pieces, event))
         return Response(status_code=499) if event.error is None else JSONResponse(_failure(event.error), 500)
 
     async def _prepared(self, visit: "Visit", route: str, body: bytes) -> Job | None:
-        """None where the client has gone meanwhile."""
+        """The job of a request; None if the client has disconnected meanwhile."""
         self.being_prepared += 1
         try:
             future = self.preparer.prepare(route, body)
@@ -217,9 +217,9 @@ class Office:
 
 
 class Visit:
-    """A client whose body has been read; what it may still say is that it leaves."""
+    """Watches for a client's disconnection, after its body has been read."""
 
-    _watched = set["asyncio.Task[None]"]()  # a loop keeps no task alive
+    _watched = set["asyncio.Task[None]"]()  # keeps the tasks alive: an event loop does not
 
     def __init__(self, request: "Request") -> None:
         self.is_over, self._then = False, lambda: None
@@ -233,7 +233,7 @@ class Visit:
             then()
 
     async def _watch(self, request: "Request") -> None:
-        """Ends with the answer, too."""
+        """Wait for the disconnection, which also follows a complete answer."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.is_over = True
@@ -258,8 +258,8 @@ async def lines_of(job: Job, shape: Any) -> AsyncIterator[str]:
 
 
 async def read_body(request: "Request", most: int) -> bytes:
-    """Raises `Refused` where it is too large or too slow, or no JSON by its type, which a web page cannot send
-    elsewhere without being asked."""
+    """The body of a request. Raises `Refused` if it is too large, too slow, or not JSON by its content type. A browser
+    lets a web page send that type to another server only if the server agrees."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refused(f"the header `content-type` is {kind[:80]!r}, and must be 'application/json'.", "content-type")
@@ -273,7 +273,8 @@ async def read_body(request: "Request", most: int) -> bytes:
 
 
 async def _read(request: "Request", most: int) -> bytes | None:
-    """None where it is larger; what is too much is read, and not kept, for most clients listen when they have sent."""
+    """The body; None if it is too large. The rest of a large body is read and dropped, because most clients read the
+    answer only after they have sent everything."""
     body, size, is_more = bytearray(), 0, True
     while is_more and size <= 8 * MOST_BYTES:
         message = await request.receive()
@@ -289,7 +290,7 @@ async def _read(request: "Request", most: int) -> bytes | None:
 
 
 class Door:
-    """ASGI middleware: who has no key stays outside, and every answer carries the id of its request."""
+    """ASGI middleware: refuses requests without the key, and adds the request's id to every answer."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], api_key: str | None) -> None:
         self.app, self.key = app, None if api_key is None else f"Bearer {api_key}".encode()
@@ -309,7 +310,7 @@ class Door:
 
         if self.key is None or scope["path"] == "/health":
             return await self.app(scope, receive, named)
-        # Compared to the end, so that the time tells nothing of where they differ.
+        # A comparison in constant time, so that the time does not tell where the two differ.
         if hmac.compare_digest(headers.get(b"authorization", b""), self.key):
             return await self.app(scope, receive, named)
         from fastapi.responses import JSONResponse

@@ -1,7 +1,7 @@
-"""Answers as OpenAI's three interfaces have them, whole or as a stream of events.
+"""Answers in the formats of OpenAI's three interfaces, whole or as a stream of events.
 
-Contract: a shape takes what a `Job` tells (`Text`, `Reasoning`, `ToolCall`, `Ended`) and gives JSON: `whole` an answer
-that is complete, `opening`, `piece` and `closing` the lines of a stream. Knows no server.
+Contract: a shape turns the events of a `Job` (`Text`, `Reasoning`, `ToolCall`, `Ended`) into JSON. `whole` returns a
+complete answer; `opening`, `piece` and `closing` return the lines of a stream. This module knows no server.
 """
 
 import json
@@ -106,7 +106,8 @@ class Completion(_Shape):
 
 
 class Response(_Shape):
-    """Items are opened, filled and closed one after the other: reasoning, the message, calls of tools."""
+    """The format of the Responses interface. Its items are opened, filled and closed one after the other: reasoning,
+    the message, tool calls."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,8 +1,8 @@
 """The command line: `hf-clover COMMAND`.
 
-Contract: each command is a thin face over a function of the library and says so in its help. Whatever a user can
-mend (a wrong argument, a missing file) is one line on stderr and exit code 2; Ctrl-C is 130; anything else is a bug
-and shows its traceback. Nothing heavy is imported before a command runs.
+Contract: each command reads its options and calls a function of the library. An error that a user can mend (a wrong
+argument, a missing file) is one line on stderr and exit code 2. Ctrl-C is exit code 130. Any other error is a bug and
+shows its traceback. Nothing heavy is imported before a command runs.
 """
 
 import sys

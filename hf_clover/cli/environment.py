@@ -1,4 +1,4 @@
-"""What to put into a report of a problem, and whether drafts are accepted here: `env`."""
+"""Facts for a problem report, and a test whether drafts are accepted on this machine: `env`."""
 
 import json
 from typing import Annotated
@@ -7,10 +7,10 @@ import typer
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """Print versions and devices, and try whether drafts are accepted, to be pasted into an issue.
+    """Print versions and devices, and test whether drafts are accepted. Paste the output into an issue.
 
-    Trees, chains, a batch and a static cache are tried on made-up models, in about a second. The exit code is 1 where
-    one of them fails. Nothing that is printed tells who or where you are.
+    Trees, chains, a batch and a static cache are tested on made-up models, in about a second. The exit code is 1 if
+    one of them fails. The output does not tell who or where you are.
 
     Example: hf-clover env
     """

@@ -1,4 +1,4 @@
-"""Text, written with heads: `generate` and `chat`."""
+"""Commands that write text with heads: `generate` and `chat`."""
 
 import json
 import sys
@@ -26,13 +26,13 @@ from .options import (
 
 
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="What to continue; without it, standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; standard input by default.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="A file to continue, in place of PROMPT.")] = None,
     target: Target = None,
     gguf_file: GgufFile = None,
     heads: Heads = None,
     learn: Learn = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest continuation.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Temperature = 0.0,
     seed: Seed = None,
     num_assistant_tokens: NumAssistantTokens = None,
@@ -40,12 +40,12 @@ def generate(
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     pack: Pack = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout, when all is done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout at the end.")] = False,
 ) -> None:
-    """Continue a text, shown as it is written.
+    """Continue a text, and show it while it is generated.
 
-    In green: the tokens that came free, drafted by the heads and confirmed by the target in one forward with the
-    next of its own. The figures go to stderr, in one line.
+    Free tokens are green: the heads drafted them, and the target confirmed them in the forward that gave the next
+    token. One line of figures is printed to stderr.
 
     Example: hf-clover generate "def fibonacci(n):" --max-new-tokens 64
     """
@@ -79,13 +79,13 @@ def chat(
     gguf_file: GgufFile = None,
     heads: Heads = None,
     learn: Learn = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
     temperature: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="0 for greedy. Default: the target's own settings, or 0.7 where those are greedy, as small models "
-            "run in circles so.",
+            help="0 for greedy. Default: the target's own settings, or 0.7 if those are greedy, because small models "
+            "repeat themselves then.",
             show_default=False,
         ),
     ] = None,
@@ -97,13 +97,14 @@ def chat(
     trust_remote_code: TrustRemoteCode = False,
     pack: Pack = False,
 ) -> None:
-    """Talk with a target: answers are shown as they are written.
+    """Talk with a target; answers are shown while they are generated.
 
-    A target without a chat template continues your text. In green: the tokens that came free. Ctrl-C stops an
-    answer; /exit or Ctrl-D leaves; /help says more.
+    A target without a chat template continues your text. Free tokens are green. Ctrl-C stops an answer; /exit or
+    Ctrl-D leaves; /help says more.
 
-    The line after an answer compares its speed with plain generate's, by the plain steps that are made now and then to
-    choose the size of the tree; with --num-assistant-tokens there are none.
+    The line after an answer compares its speed with that of plain generate. The plain speed is measured in plain steps
+    that are made now and then to choose the size of the tree. With --num-assistant-tokens there are no such steps and
+    no comparison.
 
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """

@@ -1,4 +1,4 @@
-"""From the words of a command line to what the library's functions take."""
+"""Turns options of the command line into arguments of the library's functions."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from ..training.online import OnlineLearner
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # of the clone this is installed from
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"  # in the clone that this is installed from
 
 
 class AtHand(NamedTuple):
@@ -20,7 +20,7 @@ class AtHand(NamedTuple):
 
 
 def at_hand() -> AtHand:
-    """What is taken where no target is named: SmolLM2 once the quick start has got it, else the stand-in."""
+    """The default target and its heads: SmolLM2 if the quick start has fetched it, else the stand-in."""
     from ..targets.smollm2 import is_kept, kept
 
     if is_kept() and (EXAMPLES / "smollm2" / "heads").is_dir():
@@ -41,10 +41,10 @@ def load(
     pack: bool = False,
     learn: Path | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Target, tokenizer, and heads or None. `learn`: a folder whose heads come before the default target's."""
+    """Target, tokenizer, and heads or None. `learn`: a folder; its heads take the place of the default target's."""
     if target is None:
         if gguf_file is not None:
-            raise ValueError(f"`--gguf-file {gguf_file}` needs to know where it lies: pass `--target` too.")
+            raise ValueError(f"`--gguf-file {gguf_file}` needs its repository or folder: pass `--target` too.")
         name, target, its_heads = at_hand()
         if learn is None or not (learn / "config.json").exists():
             heads = heads or its_heads
@@ -62,7 +62,7 @@ def load(
     if dtype == "auto" and place.type == "cpu":
         dtype = "float32"
     elif dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"`--dtype {dtype}` is none: pass auto, float32, bfloat16 or float16.")
+        raise ValueError(f"`--dtype {dtype}` is no known dtype: pass auto, float32, bfloat16 or float16.")
     if heads is not None:
         check_path(heads, "heads")
     hide_loading_bars()
@@ -81,16 +81,16 @@ def load(
 def learning(
     folder: Path | None, heads: Any, target: Any, only_when_idle: bool = False
 ) -> Iterator[tuple[Any, "OnlineLearner | None"]]:
-    """`--learn`: heads that learn in this block, and who teaches them. Without a folder `heads` as they are, and None.
+    """`--learn`: the heads that learn within this block, and their learner. Without a folder: `heads`, and None.
 
-    Whatever ends the block saves what was learned: its end, Ctrl-C, an error, or a kill that can be answered.
+    The learned weights are saved however the block ends: normally, by Ctrl-C, by an error, or by SIGTERM.
     """
     if folder is None:
         yield heads, None
         return
     from ..training.online import SHARE, OnlineLearner
 
-    folder.mkdir(parents=True, exist_ok=True)  # now, and not when there is something to lose
+    folder.mkdir(parents=True, exist_ok=True)  # now, so that a failure costs nothing yet
 
     def leave(*_: Any) -> None:
         sys.exit(128 + signal.SIGTERM)
@@ -104,7 +104,7 @@ def learning(
 
 
 def remember_texts(heads: Any, tokens: int) -> None:
-    """`--remember`."""
+    """`--remember`: give the heads a memory of so many tokens, to copy drafts from."""
     if tokens:
         from ..decoding.draft.copies import TextMemory
 
@@ -127,7 +127,7 @@ def prompt_of(prompt: str | None, file: Path | None) -> str:
 def settings_of(
     tokenizer: Any, heads: Any, temperature: float | None, seed: int | None, nodes: int | None
 ) -> dict[str, Any]:
-    """Keywords for `generate`; the seed is set. Without a temperature the target's own settings decide."""
+    """Keywords for `generate`. This also sets the seed. Without a temperature the target's own settings apply."""
     from transformers import set_seed
 
     from ..measure.prompts import pad_id_of

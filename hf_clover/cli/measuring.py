@@ -1,4 +1,4 @@
-"""How fast it is, in figures and in pictures: `benchmark` and `plot`."""
+"""Commands that measure speed and draw the results: `benchmark` and `plot`."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ def benchmark(
         int | None,
         typer.Option(
             min=1,
-            help="How many of them, one of each category in turn where they have one. Default: 8.",
+            help="Number of prompts. If they have categories, one is taken from each in turn. Default: 8.",
             show_default=False,
         ),
     ] = None,
@@ -61,21 +61,21 @@ def benchmark(
     cache: Caches = ["dynamic"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 128,
     repeats: Annotated[int, typer.Option(min=1, help="How often everything is measured.")] = 3,
-    seed: Annotated[int, typer.Option(help="For samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for samples.")] = 0,
     dtype: Dtype = "auto",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     pack: Pack = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A JSON file, for `hf-clover plot`.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The JSON on stdout in place of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout in place of the table.")] = False,
 ) -> None:
-    """Measure heads, plain generate and other ways to be faster, side by side.
+    """Measure heads, plain generate and other ways to speed it up, side by side.
 
-    All methods take turns in one run, prompt by prompt. With --pack all of them are measured with packed weights too;
-    a second table compares those with plain generate that has them. Options that are lists take several values after
-    one flag, and every combination is measured. Questions of several turns are conversations, and where they have
-    categories (Spec-Bench's, MT-bench's) there is a table of those too. Ctrl-C ends with what is measured by then, and
-    --output holds it all along.
+    All methods take turns in one run, prompt by prompt. With --pack, all are also measured with packed weights, and a
+    second table compares these with plain generate with packed weights. Options that are lists take several values
+    after one flag, and every combination is measured. Questions of several turns are conversations. Questions with
+    categories (Spec-Bench's, MT-bench's) get a table by category too. After Ctrl-C, the measurements so far are shown;
+    --output always holds them.
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """
@@ -153,9 +153,9 @@ def plot(
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="A folder. Default: beside each JSON.")] = None,
 ) -> None:
-    """Draw results: NAME.png and NAME-dark.png of each NAME.json.
+    """Draw results: NAME.png and NAME-dark.png from each NAME.json.
 
-    The names of the pictures are printed, one a line.
+    The names of the pictures are printed, one per line.
 
     Example: hf-clover plot result.json --out pictures
     """

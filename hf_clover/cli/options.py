@@ -1,6 +1,6 @@
-"""What the commands have in common: options of the same name and meaning, lists, and checks of their values.
+"""Options that several commands share: their descriptions, lists, and checks of their values.
 
-Contract: an option is described here once, whichever commands take it. What comes of it is the commands' affair.
+Contract: a shared option is described here once. The commands themselves use its value.
 """
 
 from pathlib import Path
@@ -27,11 +27,11 @@ class ManyValues(typer.core.TyperCommand):
         return super().parse_args(ctx, words)
 
 
-# Of all commands that load a model.
+# Options of all commands that load a model.
 Target = Annotated[
     str | None,
     typer.Option(
-        help="The target: an id or a folder. Default: SmolLM2 once the quick start has got it, else the stand-in.",
+        help="The target: an id or a folder. Default: SmolLM2 if the quick start has fetched it, else the stand-in.",
         show_default=False,
     ),
 ]
@@ -42,36 +42,37 @@ GgufFile = Annotated[
 Heads = Annotated[
     str | None,
     typer.Option(
-        help="Its heads. Default: the default target's, or none where --target is given.", show_default=False
+        help="The target's heads. Default: the default target's, or none if --target is given.", show_default=False
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="The dtype to load weights in. auto: as they were saved, but float32 on a CPU, where arithmetic in "
-        "half precision is slower and less exact."
+        help="The dtype to load weights in. auto: as they were saved; on a CPU float32, because half precision is "
+        "slower and less exact there."
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="Default: cuda, where there is one.", show_default=False)]
+Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.", show_default=False)]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]
 Pack = Annotated[bool, typer.Option("--pack", help="Rearrange the weights for products of a few rows on a CPU.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 for greedy.")]
-Seed = Annotated[int | None, typer.Option(help="For the same samples again.", show_default=False)]
+Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same samples.", show_default=False)]
 NumAssistantTokens = Annotated[
     int | None,
     typer.Option("--num-assistant-tokens", min=1, help="Drafted nodes per step. Default: auto.", show_default=False),
 ]
 
 Remember = Annotated[
-    int, typer.Option("--remember", min=0, help="Tokens of earlier texts, whoever wrote them, to copy drafts from.")
+    int, typer.Option("--remember", min=0, help="Tokens of earlier texts, of all users, to copy drafts from.")
 ]
 
 Learn = Annotated[
     Path | None,
     typer.Option(
         "--learn",
-        help="A folder for heads that learn while they are used. Their weights learn from what is written, and can "
-        "remember it; without this option nothing is learned. Heads are the folder's, those of --heads, or made.",
+        help="A folder for heads that learn while they are used. Their weights learn from prompts and answers, and "
+        "can memorise them. Without this option nothing is learned. The heads are those in the folder, else those of "
+        "--heads, else new ones.",
         show_default=False,
     ),
 ]
@@ -84,24 +85,24 @@ def one_of(flag: str, words: list[str], known: tuple[str, ...]) -> list[str]:
     return words
 
 
-# Of the commands that go through prompts at several settings.
+# Options of the commands that run prompts at several settings.
 TREES, CACHES = CHOICES["draft_tree"], ("dynamic", "static")
 Prompts = Annotated[
     str | None,
     typer.Option(
         help="everyday (questions that people ask), stand-in (starts of Python functions), a .jsonl file of "
-        "questions, a .txt file, or a dataset. Default: everyday where the target has a chat template, else stand-in.",
+        "questions, a .txt file, or a dataset. Default: everyday if the target has a chat template, else stand-in.",
         show_default=False,
     ),
 ]
-NumPrompts = Annotated[int, typer.Option(min=1, help="How many of them.")]
-BatchSizes = Annotated[list[int], typer.Option(min=1, help="Prompts at once.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Number of prompts.")]
+BatchSizes = Annotated[list[int], typer.Option(min=1, help="Prompts per batch.")]
 NodeCounts = Annotated[list[str], typer.Option(help="Drafted nodes per step: numbers, or auto.")]
 Caches = Annotated[list[str], typer.Option(help="dynamic or static.")]
 
 
 def checked(nodes: list[str], tree: list[str], cache: list[str]) -> list[int | None]:
-    """The numbers of nodes, once all three lists are known to name what there is."""
+    """The numbers of nodes, after checking all three lists."""
     one_of("--tree", tree, TREES)
     counts = [node_count(word) for word in nodes]
     one_of("--cache", cache, CACHES)

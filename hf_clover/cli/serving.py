@@ -1,4 +1,4 @@
-"""`serve`: a target with its heads for programs that speak OpenAI's interface."""
+"""`serve`: a target with its heads, for programs that use OpenAI's interface."""
 
 from typing import Annotated, Any
 
@@ -13,7 +13,7 @@ def serve(
     gguf_file: GgufFile = None,
     heads: Heads = None,
     learn: Learn = None,
-    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for every one of this machine.")] = (
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0 for all addresses of this machine.")] = (
         "localhost"
     ),
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at.")] = 8000,
@@ -27,8 +27,8 @@ def serve(
         str | None,
         typer.Option(
             envvar="HF_CLOVER_API_KEY",
-            help="Ask for this key on every route but /health. The variable, unlike the option, shows in no list of "
-            "processes.",
+            help="Require this key on every route except /health. Other users can see the option in a list of "
+            "processes, but not the variable.",
             show_default=False,
         ),
     ] = None,
@@ -38,14 +38,15 @@ def serve(
     ] = False,
     continuous_batching: Annotated[bool, typer.Option("--continuous-batching", hidden=True)] = False,
 ) -> None:
-    """Serve a target over HTTP to programs that speak OpenAI's interface, with heads in every request.
+    """Serve a target over HTTP to programs that use OpenAI's interface, with heads in every request.
 
-    Chat and text completions and responses, streamed or not, one request after the other. Clients name the model as
-    --target does, or as is said at the start. Needs the extra `serve`. docs/cli.md says what is refused, bounded and
-    cancelled, and what belongs in front of a server in the open.
+    It answers chat completions, text completions and responses, streamed or not, one request after the other. Clients
+    send the value of --target as the name of the model; without --target, the name is printed at the start. The
+    command needs the extra `serve`. docs/cli.md says what is refused, bounded and cancelled, and what to put in front
+    of a public server.
 
-    Move to an engine with continuous batching, such as vLLM, once more requests wait on average than a forward gives
-    tokens (`GET /speculation` counts them); examples/scaling/README.md says why, and docs/vllm.md how.
+    Move to an engine with continuous batching, such as vLLM, when more requests wait on average than a forward gives
+    tokens (`GET /speculation` counts both). examples/scaling/README.md says why, and docs/vllm.md how.
 
     Example: hf-clover serve --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x --port 8000
     """
@@ -63,9 +64,9 @@ def serve(
 
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
     if num_assistant_tokens is not None:
-        model.generation_config.num_assistant_tokens = num_assistant_tokens  # the heads' is saved with what they learn
+        model.generation_config.num_assistant_tokens = num_assistant_tokens  # the heads' own is saved with them
     if api_key is None and host not in ("localhost", "127.0.0.1", "::1"):
-        said = f"Listening at {host} without a key: whoever reaches it is answered. See `--api-key`."
+        said = f"Listening at {host} without a key: anyone who reaches it gets answers. See `--api-key`."
         print_line(Console(stderr=True), said, "yellow")
     name = target or at_hand().name
     options: dict[str, Any] = {"api_key": api_key, "allow_chat_templates": allow_chat_templates}

@@ -1,4 +1,4 @@
-"""Heads, from their data to the Hub: `train`, `regenerate` and `push`."""
+"""Commands that make heads and publish them: `train`, `regenerate` and `push`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,23 +23,23 @@ def train(context: typer.Context) -> None:
 
 def regenerate(
     dataset: Annotated[str, typer.Argument(help="Prompts: a dataset of the Hub, a folder of files, or a file.")],
-    output_dir: Annotated[Path, typer.Argument(help="Where the answers go; running again continues there.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder for the answers; a second run continues there.")],
     model: Annotated[str, typer.Option(help="The target: an id or a folder, or its name at the endpoint.")],
     gguf_file: GgufFile = None,
     heads: Annotated[str | None, typer.Option(help="Heads to answer with (greedy answers are the same).")] = None,
     learn: Learn = None,
     endpoint: Annotated[str | None, typer.Option(help="A server with OpenAI's interface, for all answers.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For the endpoint.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The endpoint's key.")] = None,
     config: Annotated[str | None, typer.Option(help="The dataset's configuration.")] = None,
-    split: Annotated[str, typer.Option(help="The dataset's split; slices such as train[:1000] too.")] = "train",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 1024,
+    split: Annotated[str, typer.Option(help="The dataset's split, or a slice such as train[:1000].")] = "train",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy answers.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For samples; without heads the same ones whatever the batch.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts at once; fewer need less memory.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed for samples; without heads, the batch does not change them.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch; fewer need less memory.")] = 32,
     dtype: Annotated[str, typer.Option(help="The dtype to load the target in.")] = "auto",
     pack: Pack = False,
 ) -> None:
-    """Let the target answer a dataset's prompts: the text that its heads learn best from.
+    """Let the target answer a dataset's prompts. Heads learn best from such text.
 
     Example: hf-clover regenerate trl-lib/Capybara answers --model Qwen/Qwen3-8B --endpoint http://localhost:8000/v1
     """
@@ -82,13 +82,13 @@ def push(
     private: Annotated[bool | None, typer.Option(help="Whether a new repository is private.")] = None,
     revision: Annotated[str | None, typer.Option(help="The branch to commit to.")] = None,
     create_pr: Annotated[bool, typer.Option(help="Open a pull request instead of committing.")] = False,
-    subfolder: Annotated[str, typer.Option(help="Where in the repository, beside a target for one.")] = "",
+    subfolder: Annotated[str, typer.Option(help="Folder in the repository, for example beside a target.")] = "",
     message: Annotated[str | None, typer.Option("--message", "-m", help="The commit's message.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files and the card, and push nothing.")] = False,
 ) -> None:
-    """Push a folder to the Hub in one commit, with its card and what it needs to be loaded.
+    """Push a folder to the Hub in one commit, with its model card and the code that loads it.
 
-    A card on the Hub that somebody wrote by hand stays. The folder is as before unless the push went through.
+    A card on the Hub that was written by hand is kept. The folder changes only if the push succeeds.
 
     Example: hf-clover push runs/my-heads org/my-model-clover --private
     """

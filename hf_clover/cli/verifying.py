@@ -1,4 +1,4 @@
-"""Whether heads change a token: `verify`."""
+"""A check that heads change no token: `verify`."""
 
 import json
 import sys
@@ -40,12 +40,13 @@ def verify(
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     pack: Pack = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The JSON on stdout in place of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout in place of the table.")] = False,
 ) -> None:
-    """Check that heads change no token, and why where one is changed.
+    """Check that heads change no token; if one is changed, say why.
 
-    Every prompt is continued greedily, plainly and with heads, at every combination of the settings. "numerics": the
-    target's two best tokens were closer than it rounds in this dtype. "BUG": they were not; the exit code is 1.
+    Every prompt is continued greedily without and with heads, at every combination of the settings. "numerics": a
+    token differs where the target's two best tokens were closer than its rounding in this dtype. "BUG": they were not;
+    the exit code is 1.
 
     Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
     """

@@ -1,12 +1,12 @@
 """Clover-x heads as a draft model of vLLM.
 
 Contract: the network is `CloverHeads` with vLLM's paged attention in its block. The first pass of a draft takes the
-target's states at all new positions: the block writes their keys and values, and what recall needs goes into buffers
-beside them, by the same slots, so that paging, shared prefixes and preemption are vLLM's own. Later passes run the
-cell alone. Positions that the target rejects are overwritten by the next step, before anything looks at them.
+target's states at all new positions. The block writes their keys and values; tokens and values for recall are written
+to buffers with the same slot numbers, so paging, shared prefixes and preemption are vLLM's own. Later passes run only
+the cell. The next step overwrites positions that the target rejected before anything reads them.
 
-Shapes: N rows of a batch, B requests, T of the last rows of a request (those a draft may start from), C columns of the
-longest text, S slots, d hidden size.
+Shapes: N rows of a batch, B requests, T last rows of a request (a draft may start from each), C columns of the longest
+text, S slots, d hidden size, w width of the cell.
 """
 
 from collections.abc import Iterable
@@ -31,18 +31,18 @@ from .vllm_plugin import DraftConfig, check_heads, check_hooks, check_run
 
 def heads_config(vllm_config: VllmConfig) -> DraftConfig:
     config = vllm_config.speculative_config.draft_model_config.hf_config
-    return getattr(config, "model", config)  # the method eagle3 wraps it
+    return getattr(config, "model", config)  # vLLM's method eagle3 wraps the config
 
 
 def whole(rows: torch.Tensor) -> torch.Tensor:
-    """All rows of the target's embedding or lm_head, of which each process of tensor parallelism has some."""
+    """All rows of the target's embedding or lm_head; with tensor parallelism each process holds some of them."""
     if get_tensor_model_parallel_world_size() == 1:
         return rows
     return tensor_model_parallel_all_gather(rows, dim=0)
 
 
 class PagedAttention(CloverAttention):
-    """The block's attention, with vLLM's own over its pages."""
+    """The block's attention, computed by vLLM over its pages."""
 
     def __init__(self, config: DraftConfig, layer_idx: int, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(config, layer_idx)
@@ -58,7 +58,8 @@ class PagedAttention(CloverAttention):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], mask: Any, cache: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [1, N, d] -> [1, N, d], and the values [1, kv_heads, N, head_dim]; mask and cache are vLLM's."""
+        """x [1, N, d] -> the output [1, N, d] and the values [1, kv_heads, N, head_dim]. `mask` and `cache` are not
+        read: vLLM has its own."""
         per_head = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [1, heads, N, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [1, kv_heads, N, head_dim]
@@ -71,9 +72,9 @@ class PagedAttention(CloverAttention):
 
 
 class Drafter(nn.Module):
-    """What vLLM's proposer calls `model.model`; it lends it `embed_tokens`, the target's."""
+    """The module that vLLM's proposer calls `model.model`. The proposer sets its `embed_tokens` to the target's."""
 
-    embed_tokens: Any  # of one of vLLM's classes
+    embed_tokens: Any  # a module of one of vLLM's classes
 
     def __init__(self, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -84,22 +85,22 @@ class Drafter(nn.Module):
         self.cache_config = vllm_config.cache_config
         self.layer_name = last.attn.layer_name
         self.most_starts = vllm_config.speculative_config.num_speculative_tokens + 1  # T
-        self.level = 0  # of the token that this pass drafts
+        self.level = 0  # level of the token that this pass drafts
         self.is_later_pass = False
         self.slot_tokens: torch.Tensor | None = None  # [S] the token after each position
-        self.slot_values: torch.Tensor  # [S, kv_heads head_dim] of the last attention
-        # Of the drafts that are being made:
-        self.runs: torch.Tensor | None = None  # [B, T, C], and [B, 1, C] from the second pass on; and with them:
-        self.searched: Searched
+        self.slot_values: torch.Tensor  # [S, kv_heads head_dim] values of the last attention
+        # State of the drafts that are being made:
+        self.runs: torch.Tensor | None = None  # [B, T, C], and [B, 1, C] from the second pass on
+        self.searched: Searched  # like the two below, set whenever `runs` is
         self.slots: torch.Tensor  # [B, C]
         self.ends: torch.Tensor  # [B] the row after each request's last
 
     def set_skip_topk(self, skip: bool) -> None:
-        """The proposer says False before the first pass of a draft, and True before the others."""
+        """The proposer calls this with False before the first pass of a draft, and with True before each later one."""
         self.is_later_pass = skip
 
     def compact_topk_indices(self, rows: torch.Tensor) -> None:
-        """The proposer says from which rows [B] the drafts go on."""
+        """The proposer calls this with the rows [B] from which the drafts continue."""
         if self.runs is not None:
             which = (self.most_starts - (self.ends - rows.to(self.ends)))[:, None, None]  # [B, 1, 1]
             which = which.expand(-1, 1, self.runs.shape[2])
@@ -109,8 +110,8 @@ class Drafter(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens [N] after the positions [N] of the states [N, d] -> what goes into lm_head, and the states after
-        the cell, both [N, d]."""
+        """The states [N, d], their positions [N] and the tokens after them [N] -> the input of lm_head [N, d], and the
+        states after the cell [N, d]."""
         ids = input_ids.long()
         recalled: tuple[torch.Tensor, ...] = ()
         self.level = self.level + 1 if self.is_later_pass else 0
@@ -118,7 +119,7 @@ class Drafter(nn.Module):
             if self.runs is not None:
                 recalled = (self._recalled_later(ids, self.runs),)
             return self.heads.step(self.level, hidden_states, ids, *recalled)
-        metadata = get_forward_context().attn_metadata  # None where vLLM only measures memory
+        metadata = get_forward_context().attn_metadata  # None while vLLM only measures memory
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         no_mask = hidden_states.new_empty(1, 1, 0, 0)  # the paged attention has its own
@@ -133,7 +134,7 @@ class Drafter(nn.Module):
     def _recalled_first(
         self, ids: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, metadata: Any
     ) -> torch.Tensor:
-        """What the cell is told [N, 2 w]: zeros at rows where no draft can start."""
+        """What the cell recalls in the first pass [N, 2 w]; zeros at rows from which no draft can start."""
         count, size = metadata.num_actual_tokens, self.cache_config.block_size
         slots, starts = metadata.slot_mapping[:count].long(), metadata.query_start_loc.long()
         if self.slot_tokens is None:
@@ -158,19 +159,19 @@ class Drafter(nn.Module):
         return everywhere
 
     def _recalled_later(self, ids: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
-        """[N, 2 w] of which rows beyond the requests are filling."""
+        """What the cell recalls in a later pass [N, 2 w]; rows after those of the requests are padding."""
         count = len(runs)
         self.runs = followed(self.searched, runs, ids[:count, None])
         return F.pad(self._recalled(self.runs)[:, 0], (0, 0, 0, len(ids) - count))
 
     def _recalled(self, runs: torch.Tensor) -> torch.Tensor:
-        """[B, T, 2 w] of the places that the runs lead to; of zeros where they lead nowhere."""
+        """[B, T, 2 w] for the places that the longest runs lead to; for a value of zero where there is none."""
         places = last_place(runs)  # [B, T]
         values = self.slot_values[self.slots.gather(1, places.clamp(min=0))]  # [B, T, kv_heads head_dim]
         return self.heads.recalled(torch.where(places[..., None] < 0, 0, values))
 
     def _check_slots(self, metadata: Any, starts: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Whether the table of blocks is read here as vLLM writes it; once."""
+        """Check once that slots computed here from vLLM's table of blocks are the slots that vLLM writes to."""
         size = self.cache_config.block_size
         request = torch.searchsorted(starts, torch.arange(len(slots), device=slots.device), right=True) - 1
         if not torch.equal(metadata.block_table[request, positions // size].long() * size + positions % size, slots):
@@ -181,9 +182,9 @@ class Drafter(nn.Module):
 
 
 class CloverDraft(nn.Module):
-    """What vLLM loads for the architecture `CloverHeads`. The proposer lends it `lm_head`, the target's."""
+    """The class that vLLM loads for the architecture `CloverHeads`. The proposer gives it the target's `lm_head`."""
 
-    lm_head: Any  # of one of vLLM's classes
+    lm_head: Any  # a module of one of vLLM's classes
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
@@ -206,7 +207,7 @@ class CloverDraft(nn.Module):
         inputs_embeds: torch.Tensor | None = None,
         spec_step_idx: int = 0,
     ) -> torch.Tensor:
-        """The states: vLLM hands the same to `compute_logits` and to the next pass."""
+        """The states; vLLM passes them both to `compute_logits` and to the next pass."""
         return self.both(input_ids, positions, hidden_states)[1]
 
     def both(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +219,8 @@ class CloverDraft(nn.Module):
         return self.scored(self.model.heads._project(self.model.level, hidden_states, None))
 
     def scored(self, out: torch.Tensor) -> torch.Tensor:
-        """[B, V], minus infinity outside of a draft vocabulary. The target's logit scale would change no argmax."""
+        """Logits [B, V], minus infinity outside a draft vocabulary. The target's logit scale is left out, because it
+        changes no argmax."""
         heads = self.model.heads
         if self.config.draft_vocab_size is None or (rows := heads.borrowed.draft_rows) is None:
             return self.logits_processor(self.lm_head, out)
@@ -227,7 +229,7 @@ class CloverDraft(nn.Module):
         return logits.index_copy_(1, heads.draft_ids, scores)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        # What `Attention` brings with it is of no checkpoint.
+        # vLLM's `Attention` has tensors of its own, which no checkpoint holds.
         own = {name: t for name, t in self.model.heads.state_dict().items() if ".self_attn.attn." not in name}
         loaded = set()
         for name, tensor in weights:
@@ -240,7 +242,8 @@ class CloverDraft(nn.Module):
         return {f"model.heads.{name}" for name in loaded}
 
     def _bind(self) -> None:
-        """At the first forward, which vLLM does while it starts: borrow what the proposer has shared, once checked."""
+        """Borrow the target's parts that the proposer has set, after checking them. This runs in the first forward,
+        while vLLM starts."""
         heads, size = self.model.heads, self.config.vocab_size
         embedding, rows = self.model.embed_tokens.weight, self.lm_head.weight
         for name, weight in (("input embedding", embedding), ("lm_head", rows)):
@@ -248,14 +251,14 @@ class CloverDraft(nn.Module):
                 raise ValueError(
                     f"The target's {name} is {weight.dtype} {tuple(weight.shape)} in vLLM, and these heads, made for "
                     f"{self.config.target_name_or_path or 'an unnamed target'}, need floating point rows of "
-                    f"{self.config.hidden_size}. A quantised one does not do yet."
+                    f"{self.config.hidden_size}. A quantised table is not supported yet."
                 )
         is_tied = embedding is rows
         rows = whole(rows)[:size]
         if self.config.target_fingerprint is not None:
             check_fingerprint(self.config, fingerprint(rows))
         table = rows if is_tied or self.config.token_embedding == "lm_head" else whole(embedding)
-        borrowed = BorrowedParts(self.lm_head, table, nn.Identity(), 1.0, None)  # the states are behind the norm
+        borrowed = BorrowedParts(self.lm_head, table, nn.Identity(), 1.0, None)  # states already normalised
         if self.config.draft_vocab_size is not None:
             bias = getattr(self.lm_head, "bias", None)
             borrowed.draft_rows = rows[heads.draft_ids], None if bias is None else whole(bias)[heads.draft_ids]

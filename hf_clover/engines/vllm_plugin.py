@@ -1,8 +1,8 @@
-"""What vLLM calls in each of its processes (entry point `vllm.general_plugins`), more than once.
+"""The plug-in that vLLM calls in each of its processes, more than once (entry point `vllm.general_plugins`).
 
-Contract: `register()` makes a folder of heads something that `speculative_config` takes as a model. Nothing in vLLM
-is changed but one check of requests, where it samples wrongly. The network is in `vllm_model`, which vLLM imports when
-it needs it; the checks here are of configurations, and need no vLLM.
+Contract: after `register()`, `speculative_config` accepts a folder of heads as a model. In vLLM only one check of
+requests is changed, and only where vLLM samples wrongly. The network is in `vllm_model`, which vLLM imports when it
+needs it. The checks in this file read configurations and need no vLLM.
 """
 
 import functools
@@ -17,18 +17,20 @@ HOOKS = ("set_skip_topk(False)", "set_skip_topk(True)", "compact_topk_indices(to
 
 
 class DraftConfig(CloverConfig):
-    """A configuration as vLLM reads it: of a model that drafts from the target's own states, one token a pass."""
+    """A `CloverConfig` in the form that vLLM expects of a model that drafts one token per pass from the target's
+    states."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if method_of(self.to_dict()) == "mtp":
-            # By this, vLLM chooses that method itself; the other has to be asked for.
+            # With these fields vLLM chooses the method mtp by itself; eagle3 has to be asked for.
             self.model_type = "mtp"  # type: ignore[misc]
             self.num_nextn_predict_layers = self.n_predict = 1
-        self.index_share_for_mtp_iteration = True  # the proposer says then which pass of a draft it is
+        self.index_share_for_mtp_iteration = True  # makes the proposer say which pass of a draft it runs
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `decoder`: vLLM copies this into another configuration, where transformers would look into it."""
+        """Without `decoder`: vLLM copies this dictionary into another configuration, where transformers would take the
+        field for a nested config."""
         return {name: value for name, value in super().to_dict().items() if name != "decoder"}
 
 
@@ -43,10 +45,12 @@ def register() -> None:
 
 
 def _refuse_sampling_where_it_is_wrong() -> None:
-    """On a CPU, vLLM 0.32.0 spreads the requests' temperatures over drafted tokens into a copy that it drops, and
-    divides logits by what lies in memory, with any drafts (docs/vllm.md). Its own check of requests is asked first."""
+    """Refuse requests with a temperature where this vLLM samples wrongly, after vLLM's own check of requests.
+
+    On a CPU, vLLM 0.32.0 writes the temperatures of drafted tokens to a copy that it drops, and then divides logits by
+    arbitrary memory. This affects any kind of drafts (docs/vllm.md)."""
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError  # which its server answers with 400
+    from vllm.exceptions import VLLMValidationError  # vLLM's server answers it with status 400
     from vllm.platforms import current_platform
 
     checked = SamplingParams._validate_spec_decode
@@ -73,7 +77,7 @@ def _refuse_sampling_where_it_is_wrong() -> None:
 
 
 def check_hooks(propose: Callable) -> None:
-    """vLLM's proposer has to say which pass of a draft it is."""
+    """Raise unless vLLM's proposer says which pass of a draft it runs."""
     source = inspect.getsource(propose)
     for hook in HOOKS:
         if hook not in source:

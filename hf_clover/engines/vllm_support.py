@@ -1,6 +1,6 @@
-"""Which heads vLLM can draft with, said of a configuration as it is saved: for the plug-in, and for cards.
+"""Which heads vLLM can draft with, read from their saved configuration: for the plug-in, and for model cards.
 
-Contract: tables and one question, without torch and without vLLM.
+Contract: a table and functions of a config.json, without torch and without vLLM.
 """
 
 from collections.abc import Mapping
@@ -8,11 +8,11 @@ from typing import Any
 
 from ..network.variants import VARIANTS
 
-FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # the others change as a text grows
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # kinds that do not change as a text grows
 
 
 def why_not(config: Mapping[str, Any]) -> str | None:
-    """What keeps heads of this `config` out of vLLM, as a sentence; None where nothing does."""
+    """Why vLLM cannot draft with heads of this `config`, as a sentence; None if it can."""
     config = _whole(config)
     block, regressive = config.get("augmenting_block"), config.get("regressive", True)
     if block not in ("full", "attention") or not regressive:
@@ -27,11 +27,13 @@ def why_not(config: Mapping[str, Any]) -> str | None:
 
 
 def method_of(config: Mapping[str, Any]) -> str:
-    """vLLM's method that hands over the states which these heads read: behind the target's final norm, or before."""
+    """The method of vLLM that passes the states these heads read: "mtp" after the target's final norm, "eagle3" before
+    it."""
     return "mtp" if _whole(config)["normalize_hidden_states"] else "eagle3"
 
 
 def most_drafts(config: Mapping[str, Any]) -> int:
+    """Most tokens per draft: the largest possible `num_speculative_tokens`."""
     config = _whole(config)
     return config.get("draft_depth") or config["num_heads"]
 

@@ -1,1 +1,1 @@
-"""How heads reach the Hub: the folder that is pushed, its card, and the code that `generate` loads from there."""
+"""How heads are published on the Hub: the pushed folder, its model card, and the code that `generate` loads."""

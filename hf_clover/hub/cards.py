@@ -1,19 +1,19 @@
-"""What a card says, and the figures it may say it with.
+"""The text and the figures of a model card.
 
-Contract: `render` makes a card of plain dictionaries, with the templates of `hub_cards/`; it reads no folder and no
-network. Figures come from one dictionary, the results, whose sections are all optional:
+Contract: `render` makes a card from plain dictionaries, with the templates in `hub_cards/`. It reads no other folder
+and no network. Figures come from one dictionary, the results, whose sections are all optional:
 
 - `training`: `datasets` (ids), any figures by name (`tokens`, `steps`, `seconds`, `machine`, ...), `settings`,
   `command`, `versions`;
-- `acceptance`: `by_head`, for each head the shares `top1` to `top5` and `top1_given_earlier` to `top5_given_earlier`
-  that were measured, with `prompts` and `command`;
-- `benchmarks`: a list, each with `prompts`, `machine`, `precision`, `baseline`, `command` and `rows`, of which each
-  has a `batch_size` and what was measured of `tokens_per_forward`, `speedup` and `efficiency`; of a part of the
-  prompts also its `category`;
-- `target`: `name`, `revision` and `fingerprint`, where an adapter was fitted to another target than its heads;
-- `regeneration`, of a dataset: `model`, `source` (id), `samples`, `failed`, `settings`, `command`, `versions`.
+- `acceptance`: `by_head`, for each head the measured shares among `top1` to `top5` and `top1_given_earlier` to
+  `top5_given_earlier`; also `prompts` and `command`;
+- `benchmarks`: a list, each with `prompts`, `machine`, `precision`, `baseline`, `command` and `rows`. A row has a
+  `batch_size`, the measured figures among `tokens_per_forward`, `speedup` and `efficiency`, and a `category` if it is
+  about a part of the prompts;
+- `target`: `name`, `revision` and `fingerprint`, if an adapter was fitted to another target than its heads;
+- `regeneration`, for a dataset: `model`, `source` (id), `samples`, `failed`, `settings`, `command`, `versions`.
 
-What is not in it is not on the card. A benchmark that does not say how it came about is refused.
+A figure that is not in the results is not on the card. A benchmark that does not say how it was measured is refused.
 """
 
 import json
@@ -36,7 +36,7 @@ _TEMPLATES = {
     "adapter": ("adapter.md", "measured.md"),
     "dataset": ("dataset.md",),
 }
-VLLM_DRAFTS = 4  # in the command that a card shows
+VLLM_DRAFTS = 4  # most drafted tokens in the vLLM command of a card
 _PROVENANCE = ("prompts", "machine", "precision", "baseline", "command")
 _SPEEDS = ("tokens_per_forward", "speedup", "efficiency")
 _SHARES = tuple(f"top{k}{given}" for given in ("", "_given_earlier") for k in range(1, 6))
@@ -56,8 +56,8 @@ def render(
 ) -> ModelCard | DatasetCard:
     """The card of "heads", an "adapter" or a "dataset".
 
-    `config` is that of the heads, `adapter` that of the adapter; `metadata` (`license`, `language`, ...) goes into the
-    card's YAML and wins over what is derived here.
+    `config` is the heads' configuration, `adapter` the adapter's. `metadata` (`license`, `language`, ...) is written
+    into the card's YAML; it replaces values that are derived here.
     """
     results, metadata = dict(results or {}), dict(metadata or {})
     check_results(results)
@@ -87,7 +87,7 @@ def render(
     elif target is None:
         words["target"] = "target"
     if is_clover and kind == "heads" and not subfolder and config.get("variant") and why_not(config) is None:
-        method = {} if (name := method_of(config)) == "mtp" else {"method": name}  # the plug-in says that one itself
+        method = {} if (name := method_of(config)) == "mtp" else {"method": name}  # the plug-in sets mtp itself
         drafts = min(VLLM_DRAFTS, most_drafts(config))
         words["in_vllm"] = json.dumps({**method, "model": repo_id, "num_speculative_tokens": drafts})
     measured = {share for head in acceptance.get("by_head", []) for share in head}
@@ -97,7 +97,7 @@ def render(
 
 
 def check_results(results: Mapping[str, Any]) -> None:
-    """Refuse figures that are none, and those of which a reader could not tell how they came about."""
+    """Refuse values that are not figures, and figures without a statement of how they were measured."""
     for place, benchmark in enumerate(results.get("benchmarks", [])):
         where = f"`results`: benchmarks[{place}]"
         for field in _PROVENANCE:
@@ -123,7 +123,7 @@ def _check_numbers(where: str, row: Mapping[str, Any], names: tuple[str, ...], m
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether `name` may be a repository's, and is no folder here."""
+    """Whether `name` may be the id of a repository, and is not the path of a file or folder here."""
     if not name:
         return False
     try:
@@ -138,14 +138,14 @@ def public_name(name: str) -> str: ...
 @overload
 def public_name(name: None) -> None: ...
 def public_name(name: str | None) -> str | None:
-    """A repository's id as it is; of a path the last part, since the rest is nobody's business."""
+    """A repository's id unchanged; only the last part of a path, because the rest is private."""
     if name is None or is_hub_id(name):
         return name
     return re.sub(r"[^\w.-]+", "-", Path(name).resolve().name) or "unnamed"
 
 
 def _named(word: str, name: str | None) -> dict[str, Any]:
-    """`name` as the templates have it, which link to it where it is on the Hub."""
+    """`name` for the templates, and its id if it may be on the Hub: then they link to it."""
     return {word: public_name(name), f"{word}_id": name if is_hub_id(name) else None}
 
 
@@ -182,7 +182,7 @@ def _model_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> ModelCard
 
 
 def _eval_results(words: Mapping[str, Any]) -> list[EvalResult]:
-    """The Hub's `model-index`: an entry for each speed of all prompts together, as the card's table has it."""
+    """The Hub's `model-index`: one entry for each figure in the card's table that is about all prompts together."""
     found = []
     for benchmark in words.get("benchmarks", []):
         conditions = {name: benchmark[name] for name in ("machine", "precision", "baseline")}
@@ -213,7 +213,7 @@ def _dataset_data(words: Mapping[str, Any], metadata: dict[str, Any]) -> Dataset
 
 
 def listed(value: Any) -> list[Any]:
-    """A card's fields may be one thing or several."""
+    """A field of a card as a list: it may be None, one text or several."""
     return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 

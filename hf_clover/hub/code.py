@@ -1,8 +1,8 @@
-"""The code in a folder of heads: what transformers loads from it where hf_clover is, and where it is not.
+"""The code in a folder of heads, which transformers loads with and without an installed hf_clover.
 
-Contract: `save_pretrained` writes the network's modules, since the heads' class is registered for that, and this adds
-what `model.generate(..., custom_generate="org/heads")` loads. So a folder that is uploaded as it is works like one
-that was pushed.
+Contract: `save_pretrained` writes the network's modules, because the heads' class is registered for that. This module
+adds the file that `model.generate(..., custom_generate="org/heads")` loads. So a folder that is uploaded as it is
+works like one that was pushed.
 """
 
 import json
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from .. import __version__
 
-FOLDER = "custom_generate"  # where transformers looks
+FOLDER = "custom_generate"  # the folder that transformers looks into
 
 
 def generation_code() -> dict[str, str]:
-    """Of each file of a folder its path there, and what is in it."""
+    """The path of each file in a folder of heads, and its content."""
     code = Path(__file__).with_name("custom_generate.py").read_text(encoding="utf-8")
     return {f"{FOLDER}/generate.py": code, f"{FOLDER}/requirements.txt": f"hf-clover>={__version__}\n"}
 
@@ -28,7 +28,7 @@ def write_generation_code(folder: str | os.PathLike) -> None:
 
 
 def remove_code(folder: str | os.PathLike) -> None:
-    """For heads that lie beside the sources themselves: neither modules, nor the config's word of them."""
+    """Remove the modules, and the config's field that names them. For heads in this repository, beside the sources."""
     shutil.rmtree(Path(folder) / FOLDER, ignore_errors=True)
     for module in Path(folder).glob("*.py"):
         module.unlink()

@@ -1,9 +1,9 @@
-"""Speculative decoding with the Clover heads of the repository that this file lies in.
+"""Speculative decoding with the Clover heads in the same repository as this file.
 
-Contract: `model.generate(..., custom_generate="org/heads", trust_remote_code=True)` ends here, with all that the
-caller gave. The heads are `assistant_model` where that is given, else those of the repository itself, at the same
-`revision` and `subfolder` and with the same `token`, loaded once for each model. Needs the package hf_clover, of which
-this file is a copy; on the Hub it is called `custom_generate/generate.py`.
+Contract: `model.generate(..., custom_generate="org/heads", trust_remote_code=True)` calls `generate` here, with all
+the caller's arguments. The heads are `assistant_model`, if that is given. Otherwise they are those of the repository,
+at the same `revision` and `subfolder` and with the same `token`, loaded once for each model. This needs the package
+hf_clover, which contains this file; on the Hub the file is `custom_generate/generate.py`.
 """
 
 import sys
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoModel, PreTrainedModel
 
-import hf_clover  # noqa: F401  (from here on, generate takes Clover heads as its assistant)
+import hf_clover  # noqa: F401  (this import lets generate take Clover heads as its assistant)
 
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _loaded: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakKeyDictionary()
@@ -21,7 +21,7 @@ _loaded: WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = WeakK
 def generate(inputs: Any = None, *args: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     options = {name: kwargs.pop(name) for name in _HUB_OPTIONS if name in kwargs}
     if kwargs.get("assistant_model") is None:
-        # transformers does not pass on the argument that names the repository, and its cache does not tell either.
+        # transformers does not pass on the argument that names the repository, and its cache does not name it either.
         repository = sys._getframe(1).f_locals.get("custom_generate")
         if not isinstance(repository, str):
             raise ValueError(

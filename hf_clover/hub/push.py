@@ -1,11 +1,11 @@
-"""Heads as a repository on the Hub: the folder, its card, and the push in one commit.
+"""Pushes heads to a repository on the Hub: the folder and its model card, in one commit.
 
-Contract: a folder that `save_pretrained` wrote (of heads, or of an adapter of heads), or that `regenerate` wrote,
-becomes a whole repository: this module adds the generation code, the results and the card, and commits all of it at
-once, so that a push that fails leaves the repository as it was, and the folder too: what is added is written there
-when the push went through. Everything is read from the folder; torch and models are not known here. Errors of the Hub
-are huggingface_hub's own; where none answers, it is a `ConnectionError` that says so. Access tokens are taken out of
-what is written, and a file that holds one is not pushed.
+Contract: pushes a folder that `save_pretrained` wrote (for heads or an adapter of heads) or that `regenerate` wrote.
+This module adds the generation code, the results and the card, and commits all files at once. A failed push changes
+neither the repository nor the folder: the added files are written to the folder after a successful push. Everything is
+read from the folder; this module does not know torch or models. Errors of the Hub are huggingface_hub's own; if the
+Hub does not answer, a `ConnectionError` says so. Access tokens are removed from written text, and a file with one is
+not pushed.
 """
 
 import json
@@ -41,18 +41,18 @@ from .code import generation_code
 
 RESULTS = "clover_results.json"
 _CARD = "README.md"
-_AT_THE_ROOT = ("*.py", "custom_generate/*")  # where transformers looks for code, whatever the subfolder
+_AT_THE_ROOT = ("*.py", "custom_generate/*")  # transformers looks for code at the root, whatever the subfolder
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-LEARNER = "learner.safetensors"  # what learning goes on from: it counts what users wrote, and nobody else needs it
+LEARNER = "learner.safetensors"  # the state of a learner, never pushed: it holds counts of the users' tokens
 _EVERYWHERE = (_CARD, RESULTS, "LICENSE*", "*.png", "*.svg")
 _PUSHED = {
     "heads": ("config.json", "generation_config.json", *_WEIGHTS, *_AT_THE_ROOT, *_EVERYWHERE),
     "adapter": ("adapter_config.json", *_WEIGHTS, *_EVERYWHERE),
     "dataset": ("*.parquet", *_EVERYWHERE),
 }
-# Of huggingface_hub's HTTP client, which is httpx or httpx2 by its version.
+# The base of errors in huggingface_hub's HTTP client, which is httpx or httpx2, depending on the version.
 _NO_ANSWER: Any = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
-_KEPT = ("license", "license_name", "license_link", "language", "tags")  # what a card says that no file does
+_KEPT = ("license", "license_name", "license_link", "language", "tags")  # fields that only the card itself holds
 
 
 def push_folder(
@@ -70,29 +70,29 @@ def push_folder(
     results: Mapping[str, Any] | None = None,
     **metadata: Any,
 ) -> CommitInfo:
-    """Make `folder` a whole repository and commit it to `repo_id`, which is created where it does not exist.
+    """Complete the files of `folder` and commit them to `repo_id`, which is created if it does not exist.
 
     Args:
-        folder: of heads, of an adapter of heads, or of a dataset from `regenerate`. What belongs to none of them
-            (checkpoints of the training, its logs, pickles) stays here.
+        folder: a folder of heads, of an adapter of heads, or of a dataset from `regenerate`. Other files in it
+            (checkpoints of training, logs, pickles) are not pushed.
         repo_id, private, token, revision, create_pr, commit_message, commit_description: as for
             [`~huggingface_hub.HfApi.create_commit`].
-        subfolder: where the heads go in a repository that holds something else too, such as their target. Their code
-            goes to its root all the same, where transformers looks for it.
+        subfolder: the heads' folder in a repository that holds something else too, such as their target. Their code
+            is pushed to the repository's root, because transformers looks for it there.
         heads: as for [`write_card`].
         results: measured figures for the card, as for [`write_results`].
-        metadata: for the card: `license`, `language`, ... as for [`~huggingface_hub.ModelCardData`].
+        metadata: fields of the card: `license`, `language`, ... as for [`~huggingface_hub.ModelCardData`].
     """
     folder, subfolder = Path(folder), subfolder.strip("/")
     kind = _kind(folder)
     given = {"heads": heads, "results": results, "token": token, **metadata}
-    # Before the Hub is asked for anything: whatever is wrong with the folder is said first.
+    # Before any request to the Hub, so that a fault of the folder is reported first.
     files = files_to_push(folder, repo_id, subfolder=subfolder, **given)
     api = HfApi(token=token, library_name="hf_clover", library_version=__version__)
     where: dict[str, Any] = {"repo_type": "dataset" if kind == "dataset" else "model"}
     with asking_the_hub(f"Nothing was pushed to {repo_id!r}, and nothing has changed in {str(folder)!r}."):
         where["repo_id"] = api.create_repo(repo_id, private=private, exist_ok=True, **where).repo_id
-        if where["repo_id"] != repo_id:  # the user's own namespace
+        if where["repo_id"] != repo_id:  # the Hub added the user's namespace
             files = files_to_push(folder, where["repo_id"], subfolder=subfolder, **given)
         if revision is not None and not create_pr and not revision.startswith("refs/"):
             api.create_branch(branch=revision, exist_ok=True, **where)
@@ -111,7 +111,7 @@ def push_folder(
             create_pr=create_pr,
             **where,
         )
-    with suppress(OSError):  # of a folder that nobody may write to: the push went through all the same
+    with suppress(OSError):  # the folder may be read-only; the push was successful all the same
         made = _Repository(folder, kind, where["repo_id"], subfolder, heads, metadata)
         for path, text in made.added(results).items():
             (folder / path).parent.mkdir(exist_ok=True)
@@ -129,9 +129,9 @@ def files_to_push(
     token: str | bool | None = None,
     **metadata: Any,
 ) -> dict[str, str | bytes]:
-    """What [`push_folder`] commits: each file's path in the repository, and where it lies or what is in it.
+    """The files that [`push_folder`] commits: path in the repository, and local path (text) or content (bytes).
 
-    Nothing is written, and the Hub is not asked.
+    Nothing is written, and no request is sent to the Hub.
     """
     folder, subfolder = Path(folder), subfolder.strip("/")
     kind = _kind(folder)
@@ -152,11 +152,11 @@ def files_to_push(
 
 @contextmanager
 def asking_the_hub(consequence: str) -> Iterator[None]:
-    """Around requests to the Hub: where it does not answer, one sentence says so, and the `consequence` another."""
+    """A block with requests to the Hub. If the Hub does not answer, the error says so and adds the `consequence`."""
     try:
         yield
     except HfHubHTTPError:
-        raise  # an answer, if no good one
+        raise  # the Hub answered with an error
     except _NO_ANSWER as error:
         raise ConnectionError(
             f"the Hub at {constants.ENDPOINT} does not answer ({type(error).__name__}: {error}). {consequence} Try "
@@ -177,7 +177,7 @@ def push_heads(
 
     Args:
         results: the measured figures, as `hf_clover.hub.cards` describes them.
-        plots: images that go beside the card and into it.
+        plots: images that are pushed and shown on the card.
     """
     with tempfile.TemporaryDirectory() as folder:
         heads.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -189,9 +189,9 @@ def push_heads(
 
 
 def write_results(folder: str | os.PathLike, **sections: Any) -> None:
-    """Put measured figures beside the heads, for the card; sections that are there and not given stay as they are.
+    """Write measured figures to the folder of the heads, for the card. Sections that are not given stay as they are.
 
-    What the sections hold is described in `hf_clover.hub.cards`.
+    `hf_clover.hub.cards` describes the sections.
     """
     path = Path(folder) / RESULTS
     text = _as_text(_with_sections(path, sections))
@@ -202,12 +202,12 @@ def write_results(folder: str | os.PathLike, **sections: Any) -> None:
 def write_card(
     folder: str | os.PathLike, heads: Any = None, *, repo_id: str | None = None, subfolder: str = "", **metadata: Any
 ) -> ModelCard | DatasetCard:
-    """Write the card of what is in `folder`, from its files; one that somebody wrote by hand is left alone.
+    """Write the card for `folder` from its files. A card that was written by hand is kept.
 
     Args:
-        heads: where their config is not in the folder: before they are saved, or of an adapter.
-        repo_id, subfolder: where the lines of code on the card load from; the folder's own name by default.
-        metadata: `license`, `language`, `tags`, ... What an earlier card had of them stays.
+        heads: the heads, if their config is not in the folder: before they are saved, or for an adapter.
+        repo_id, subfolder: the repository that the card's code loads from; the folder's own name by default.
+        metadata: `license`, `language`, `tags`, ... Values of an earlier card are kept.
     """
     folder = Path(folder)
     made = _Repository(folder, _kind(folder, heads), repo_id or folder.resolve().name, subfolder, heads, metadata)
@@ -239,7 +239,7 @@ def _kind(folder: Path, heads: Any = None) -> str:
 
 @dataclass(frozen=True)
 class _Repository:
-    """What a folder is to become."""
+    """The repository that a folder is made into."""
 
     folder: Path
     kind: str
@@ -249,8 +249,8 @@ class _Repository:
     metadata: dict[str, Any]
 
     def added(self, results: Mapping[str, Any] | None) -> dict[str, str]:
-        """What the folder lacks, or has of an earlier time: each file's path there, and what is in it."""
-        added = generation_code() if self.kind == "heads" else {}  # also into a folder that an older version saved
+        """The files to add or renew: path in the folder, and content."""
+        added = generation_code() if self.kind == "heads" else {}  # an older version may have saved the folder
         figures = self.figures(results)
         if figures is not None:
             added[RESULTS] = _as_text(figures)
@@ -258,7 +258,7 @@ class _Repository:
         return added if card is None else {**added, _CARD: card}
 
     def figures(self, results: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """The folder's with those that are given; None where nothing is new in them."""
+        """The figures in the folder, updated by `results`; None if there is nothing to update."""
         path, sections = self.folder / RESULTS, dict(results or {})
         if self.kind == "adapter" and self.heads is not None and "target" not in {**_read_json(path), **sections}:
             config = self.heads.config
@@ -267,7 +267,7 @@ class _Repository:
         return _with_sections(path, sections) if sections else None
 
     def card(self, figures: Mapping[str, Any] | None) -> str | None:
-        """None where somebody has written one by hand."""
+        """The text of the card; None if the folder has one that was written by hand."""
         folder, path, metadata = self.folder, self.folder / _CARD, dict(self.metadata)
         if path.exists() and not _is_generated(path):
             return None
@@ -304,7 +304,8 @@ def _card_class(kind: str) -> type[ModelCard] | type[DatasetCard]:
 
 
 def _content(path: Path, secrets: list[str]) -> str | bytes:
-    """Weights and images are not looked into; where things lie on this machine stays out of the JSON files."""
+    """The file's path, or its content if that has to change: JSON files are pushed without paths of this machine.
+    Raises if a text file holds an access token; weights and images are not read."""
     if path.suffix in (".safetensors", ".parquet", ".png"):
         return str(path)
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -336,7 +337,7 @@ def _count_parameters(folder: Path) -> int | None:
 
 
 def _is_generated(card: Path) -> bool:
-    """Whether a card may be written anew: ours, or the form that PEFT leaves for somebody to fill in."""
+    """Whether a card may be overwritten: it is ours, or PEFT's form that nobody has filled in."""
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     return MARKER in text or "# Model Card for Model ID" in text
 
@@ -353,7 +354,8 @@ def _is_code(path: str) -> bool:
 
 
 def _is_weights(path: str) -> bool:
-    """Of a former push, they would be loaded in place of the new ones, or fetched beside them."""
+    """Whether a file holds weights. Old weights are deleted on a push: they would be loaded in place of the new ones,
+    or downloaded beside them."""
     return any(Path(path).match(pattern) for pattern in _WEIGHTS) and "/" not in path
 
 

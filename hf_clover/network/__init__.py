@@ -1,5 +1,5 @@
-"""The heads themselves: their configuration, their layers, and what they read of a target.
+"""The heads themselves: their configuration, their layers, and the parts of a target that they read.
 
-The files are flat siblings and import nothing of the other rooms, because they travel to the Hub together, as remote
-code.
+The files are flat siblings and import nothing from the other rooms, because they are pushed to the Hub together as
+remote code.
 """

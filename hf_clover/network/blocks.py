@@ -1,8 +1,8 @@
-"""What Clover heads are built of: decoders that bring a token into the state, and the layers of the Augmenting Block.
+"""The parts of Clover heads: decoders that mix a token into the state, and the layers of the Augmenting Block.
 
-Contract: modules of a `CloverConfig`, that know nothing of targets, heads or drafting. A sibling of
-`modeling_clover.py` that travels to the Hub with it. A linear layer that does not start at random carries how it
-starts in `start`; `modeling_clover` reads it where weights are made.
+Contract: modules built from a `CloverConfig`; they know nothing of targets, heads or drafting. This file is pushed to
+the Hub beside `modeling_clover.py`. The attribute `start` of a linear layer names its first weights, if they are not
+transformers' usual ones; `modeling_clover` reads it when it makes weights.
 
 Shapes: B batch, T positions, C columns of keys, d hidden size, w width of a gated decoder, `...` any leading
 dimensions.
@@ -19,21 +19,22 @@ from transformers.cache_utils import Cache
 from .configuration_clover import CloverConfig
 from .configuration_heads import HeadsConfig
 
-LONGEST_RUN = 4  # R: tokens that are compared to find a place again
-MOST_COMPARED = 1 << 24  # states, each with every column of its text
+LONGEST_RUN = 4  # R: most tokens that are compared to find a place again
+MOST_COMPARED = 1 << 24  # most pairs of a state and a column of its text that are compared at once
 
 
 def started_linear(inputs: int, outputs: int, bias: bool, start: str | None) -> nn.Linear:
-    """A linear layer that starts "zero", as "noise", as "identity" [I ; 0] plus noise, "beside" [I ; R], R being a
-    random matrix that keeps sizes, with outputs of the size of its inputs ("even"), or as any of transformers' does
-    (None)."""
+    """A linear layer whose first weights `start` names.
+
+    "zero"; "noise"; "identity": [I ; 0] plus noise; "beside": [I ; R], where R is a random matrix that keeps the size
+    of its input; "even": random, with outputs as large as the inputs; None: transformers' usual start."""
     linear = nn.Linear(inputs, outputs, bias=bias)
     linear.start = start  # type: ignore[assignment]  # read by `CloverHeads._init_weights`
     return linear
 
 
 def layer_starts(config: HeadsConfig) -> tuple[str | None, str | None]:
-    """How a layer of the block starts, unless a copy of the target's takes its place: what reads, and what adds."""
+    """`start` of a block layer's reading matrices and of its adding ones, unless it copies a layer of the target."""
     return ("even", "zero") if config.starts_at_nothing else (None, None)
 
 
@@ -71,7 +72,7 @@ class AttentionDecoder(nn.Module):
 
 
 class MLPDecoder(nn.Module):
-    """The ablation that stands in for the Attention Decoder: state and token meet in one gated layer."""
+    """An ablation that replaces the Attention Decoder: one gated layer reads state and token together."""
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
@@ -84,8 +85,8 @@ class MLPDecoder(nn.Module):
 
 
 class GatedDecoder(nn.Module):
-    """The cell of clover-x: one gated layer of [normalised state; token], added to the state, and of what is recalled
-    where that is given."""
+    """The cell of clover-x: one gated layer of [normalised state; token], plus what is recalled if that is given; its
+    output is added to the state."""
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
@@ -97,17 +98,17 @@ class GatedDecoder(nn.Module):
     def forward(
         self, state: torch.Tensor, embedding: torch.Tensor, recalled: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`recalled` [..., 2 w] is added to what the first product gives."""
+        """`recalled` [..., 2 w] is added to the output of the first product."""
         gate_up = self.gate_up(torch.cat((self.norm(state), embedding), dim=-1))  # [..., 2 w]
         gate, up = (gate_up if recalled is None else gate_up + recalled).chunk(2, dim=-1)  # [..., w] each
         return state + self.down(F.silu(gate) * up)
 
 
 class EntryProjector(nn.Module):
-    """What may stand before the Augmenting Block in place of a decoder: state and token meet in one linear layer.
+    """One linear layer of state and token, which may precede the Augmenting Block in place of a decoder.
 
-    The token starts turned at random: as it is, an embedding that the target's lm_head shares would make every head
-    guess the token it has just been given."""
+    A random matrix turns the token's embedding at the start. Without it, an embedding that the target's lm_head shares
+    would make every head guess the token that it was just given."""
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class EntryProjector(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Medusa's block: x + SiLU(Wx + b), W zero at the start."""
+    """Medusa's block: x + SiLU(Wx + b), where W starts at zero."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -129,26 +130,30 @@ class ResidualBlock(nn.Module):
 
 
 class Searched(NamedTuple):
-    """A text as drafts find it again. Each of T states sees an unbroken stretch of its columns."""
+    """A text, prepared for drafts that look for earlier passages. Each of T states sees an unbroken stretch of its
+    columns."""
 
-    behind: torch.Tensor  # [B, 1, C] the token that stands before each column, -1 for the first
-    seen: torch.Tensor  # [1 or B, T, C] the columns that a state sees, except for the first of them
+    behind: torch.Tensor  # [B, 1, C] the token before each column, -1 for the first
+    seen: torch.Tensor  # [1 or B, T, C] True at the columns that a state sees, except the first of them
 
 
 def stretches(mask: torch.Tensor | None, tokens: torch.Tensor, states: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first column that each of T `states` sees and the last [1 or B, T], of text `tokens` [B, C]. `mask`
-    [1 or B, 1, T, C]; None: the states are the last ones, and causal."""
+    """The first and the last column [1 or B, T] that each of T `states` sees of the text `tokens` [B, C].
+
+    `mask` [1 or B, 1, T, C]; None: the states are those of the last T columns, under a causal mask."""
     if mask is None:
         last = torch.arange(tokens.shape[1], device=tokens.device)[None, -states:]  # [1, T]
         return torch.zeros_like(last), last
-    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [1 or B, T, C]; or else it is added
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0  # [1 or B, T, C]; or else additive
     first = visible.byte().argmax(-1)  # [1 or B, T]
     return first, first + visible.sum(-1) - 1
 
 
 def searched_text(tokens: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> tuple[Searched, torch.Tensor]:
-    """`tokens` [B, C] came with the columns' states and follow them. Also the runs [B, T, C], as in `followed`, up to
-    the token before the one that came with a state's last column."""
+    """The text for `followed`, and the runs [B, T, C] as `followed` counts them.
+
+    `tokens` [B, C]: each was given with the state of its column and follows it. The runs end one token before the
+    token that was given with a state's last column."""
     columns = torch.arange(tokens.shape[1], device=tokens.device)  # [C]
     seen = (columns > first[..., None]) & (columns <= last[..., None])  # [1 or B, T, C]
     searched = Searched(F.pad(tokens[:, None, :-1], (1, 0), value=-1), seen)
@@ -161,8 +166,8 @@ def searched_text(tokens: torch.Tensor, first: torch.Tensor, last: torch.Tensor)
 
 
 def followed(searched: Searched, runs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """How many tokens up to `tokens` [B, T] stand in the same order right before each column [B, T, C], R at most,
-    from what that is without them."""
+    """Length [B, T, C] of the run that ends with `tokens` [B, T] and is repeated right before each column, R at most.
+    `runs` are the lengths without `tokens`."""
     same = (searched.behind == tokens[..., None]) & searched.seen
     return ((F.pad(runs[..., :-1], (1, 0)) + 1) * same).clamp_(max=LONGEST_RUN)
 
@@ -178,8 +183,9 @@ def last_place(runs: torch.Tensor) -> torch.Tensor:
 def places_along(
     text: torch.Tensor, mask: torch.Tensor | None, tokens: torch.Tensor, levels: int
 ) -> list[torch.Tensor]:
-    """`last_place` [B, T] at each level of drafts that say what the text says, one from each of its last T columns,
-    with which `tokens` [B, T] came. A draft that would go on beyond the text finds nothing there."""
+    """`last_place` [B, T] at each level of drafts that repeat the text itself, one from each of its last T columns.
+
+    `tokens` [B, T] were given with these columns. Where a draft would reach beyond the text it finds nothing."""
     first, last = stretches(mask, text, tokens.shape[1])
     ahead = F.pad(tokens, (0, levels), value=-2)
     at_once = max(MOST_COMPARED // max(text.numel(), 1), 1)  # no [T, C] of a long text in memory
@@ -202,15 +208,17 @@ def values_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions for x [B, heads, T, head_dim]. transformers' own would be imported from a model's module, and
-    this one is loaded while that one is: by `import hf_clover` and then a model class."""
+    """x [B, heads, T, head_dim] with rotary positions.
+
+    transformers' own function is in a model's module. That module may itself be loading when this one is loaded: by
+    `import hf_clover` and then a model class."""
     left, right = x.chunk(2, dim=-1)
     return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
 
 
 class CloverAttention(nn.Module):
     def __init__(self, config: HeadsConfig, layer_idx: int, inputs: int | None = None) -> None:
-        """`inputs`: width of what it reads, where that is not the hidden size."""
+        """`inputs`: width of the input, if that is not the hidden size."""
         super().__init__()
         self.layer_idx, self.head_dim, self.use_rope = layer_idx, config.head_dim, config.use_rope
         size, bias = config.hidden_size, config.attention_bias
@@ -231,7 +239,7 @@ class CloverAttention(nn.Module):
         mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[B, T, d], and the values [B, kv_heads, C, head_dim]."""
+        """The output [B, T, d] and the values [B, kv_heads, C, head_dim]."""
         per_head = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, heads, T, head_dim]
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
@@ -242,7 +250,7 @@ class CloverAttention(nn.Module):
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
         if mask is None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
-        else:  # with a mask, no fast kernel shares a key head: the query heads that do so become rows of one head
+        else:  # no fast kernel takes a mask and shared key heads: query heads of one key head become its rows
             groups = q.shape[1] // k.shape[1]
             rows = q.reshape(q.shape[0], k.shape[1], -1, self.head_dim)  # [B, kv_heads, groups T, head_dim]
             out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask.repeat(1, 1, groups, 1)).reshape(q.shape)
@@ -283,7 +291,7 @@ class AugmentingLayer(nn.Module):
         mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[B, T, d], and its attention's values [B, kv_heads, C, head_dim]."""
+        """The output [B, T, d] and the attention's values [B, kv_heads, C, head_dim]."""
         values = None
         if self.self_attn is not None:
             attended, values = self.self_attn(self.input_layernorm(x), rope, mask, cache)

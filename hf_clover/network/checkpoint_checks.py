@@ -1,8 +1,8 @@
 """Whether a checkpoint holds what its config asks for.
 
-Contract: `check_checkpoint` reads the headers of safetensors files and the draft vocabulary, never a weight, so heads
-whose tensors are missing, renamed or of another shape are refused before memory is taken for them: transformers alone
-would start at random what is missing. A sibling of `modeling_clover.py` that travels to the Hub with it.
+Contract: `check_checkpoint` reads the headers of safetensors files and the draft vocabulary, never a weight. Heads
+whose tensors are missing, renamed or of another shape are refused before memory is taken for them; transformers alone
+would fill missing tensors with random numbers. This file is pushed to the Hub beside `modeling_clover.py`.
 """
 
 import os
@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 
 def check_checkpoint(model: PreTrainedModel, files: Sequence[str], source: Any) -> None:
-    """`model` may be on the meta device, since nothing is loaded yet; `source` is what the user called it."""
+    """Raise unless `files` hold the tensors of `model`, which may be on the meta device. `source` is the checkpoint's
+    name as the user wrote it."""
     homes, found = {}, {}
     folder = os.path.join(os.path.abspath(source), "") if os.path.isdir(source) else ""
     for file in files:
@@ -55,7 +56,7 @@ def check_checkpoint(model: PreTrainedModel, files: Sequence[str], source: Any) 
 
 
 def check_draft_ids(ids: torch.Tensor, vocab_size: int, source: Any) -> None:
-    """The draft vocabulary [draft V]: ids of the target's tokens, each once."""
+    """Raise unless the draft vocabulary [draft V] holds ids of the target's tokens, each once."""
     if ids.dtype not in (torch.int64, torch.int32):
         problem = f"are {ids.dtype}, not integers"
     elif int(ids.min()) < 0 or int(ids.max()) >= vocab_size:

@@ -1,9 +1,9 @@
 """The configuration of Clover heads.
 
 Contract: a `CloverConfig` says everything that is needed to build the network and nothing about how it is run.
-`variant` names a preset, one of the papers' or `clover-x`; every part of a preset is a field of its own, so any row of
+`variant` names a preset, one of the papers' or `clover-x`. Every part of a preset is a field of its own, so any row of
 the ablations is a config. Impossible values are refused by name here, before anything is allocated: a config may come
-from a stranger. This file travels to the Hub beside `modeling_clover.py`, so it knows torch and transformers alone.
+from a stranger. This file is pushed to the Hub beside `modeling_clover.py`, so it imports only torch and transformers.
 """
 
 from typing import ClassVar
@@ -11,13 +11,13 @@ from typing import ClassVar
 from .configuration_heads import LEFT_OPEN, HeadsConfig
 from .variants import MOST_PARAMETERS, VARIANTS
 
-RECALL_DEPTH = 8  # levels of a draft, by default: a copy of earlier text goes on longer than heads were trained for
+RECALL_DEPTH = 8  # default levels of a draft with recall: copied text is longer than the heads were trained for
 
 
 class CloverConfig(HeadsConfig):
     r"""
-    What heads are built from. `variant` names a preset; every part of a preset is a field of its own, and a field
-    that is left out takes the preset's value.
+    The configuration of Clover heads. `variant` names a preset. Every part of a preset is a field of its own, and a
+    field that is left out takes the preset's value.
 
     Args:
         variant (`str`, *optional*, defaults to `"clover-2"`):
@@ -25,121 +25,125 @@ class CloverConfig(HeadsConfig):
             (this library's own, of the same family). A config that names none is Clover-2's; heads made with
             `CloverHeads.from_target` are clover-x unless told otherwise.
         vocab_size (`int`, *optional*, defaults to 32000):
-            Of the target.
+            Size of the target's vocabulary.
         hidden_size (`int`, *optional*, defaults to 4096):
-            Of the target.
+            Hidden size of the target.
         num_heads (`int`, *optional*):
-            Draft heads. Head i, counted from 0, guesses the token i + 2 places ahead.
+            Number of draft heads. Head i, counted from 0, guesses the token i + 2 places ahead.
         num_augmenting_layers (`int`, *optional*):
-            Depth of the Augmenting Block.
+            Number of layers in the Augmenting Block.
         augmenting_block (`str`, *optional*):
             `"full"`, `"attention"` (no MLP), `"mlp"` (no attention) or `"none"`.
         num_attention_heads (`int`, *optional*, defaults to 32):
-            Of the Augmenting Block's layers; `from_target` takes this and the other shapes of those from the target.
+            Attention heads of each layer in the Augmenting Block. `from_target` copies this and the block's other
+            shapes from the target.
         num_key_value_heads (`int`, *optional*):
-            Of the Augmenting Block's layers; as many as attention heads by default.
+            Key and value heads of each layer in the Augmenting Block; as many as attention heads by default.
         head_dim (`int`, *optional*):
-            Of the Augmenting Block's attention; `hidden_size / num_attention_heads` by default.
+            Size of an attention head in the Augmenting Block; `hidden_size / num_attention_heads` by default.
         intermediate_size (`int`, *optional*, defaults to 11008):
-            Of the Augmenting Block's MLP.
+            Width of the Augmenting Block's MLP.
         hidden_act (`str`, *optional*, defaults to `"silu"`):
             Activation of the Augmenting Block's MLP, as transformers names it.
         attention_bias (`bool`, *optional*, defaults to `False`):
             Whether queries, keys and values of the Augmenting Block have biases.
         attention_output_bias (`bool`, *optional*, defaults to `False`):
-            Whether the output of its attention has one.
+            Whether the output projection of the block's attention has a bias.
         mlp_bias (`bool`, *optional*, defaults to `False`):
-            Whether its MLP has biases.
+            Whether the block's MLP has biases.
         qk_norm (`bool`, *optional*, defaults to `False`):
-            Whether its queries and keys are normed.
+            Whether the block's queries and keys are normalised.
         rope_parameters (`dict`, *optional*):
             Rotary embedding of the Augmenting Block; plain, with base 10000, by default.
         use_rope (`bool`, *optional*, defaults to `True`):
-            Off, the Augmenting Block knows no positions, as some targets' layers.
+            Whether the Augmenting Block has rotary positions. Some targets' layers have none.
         max_position_embeddings (`int`, *optional*, defaults to 2048):
             As in the target, for kinds of rotary embeddings that need it.
         rms_norm_eps (`float`, *optional*, defaults to 1e-5):
-            Of every norm, and of the cosine gate.
+            Epsilon of every norm, and of the cosine gate.
         initializer_range (`float`, *optional*, defaults to 0.02):
-            Spread of fresh weights that nothing else starts.
+            Standard deviation of new weights for which no other start is set.
         decoder (`str`, *optional*):
-            What brings a token into the state: `"attention"` (the Attention Decoder), `"mlp"` in its place, `"gated"`
-            (a gated layer of state and token, clover-x's) or `"none"`.
+            The layer that mixes a token into the state: `"attention"` (the Attention Decoder), `"mlp"` in its place,
+            `"gated"` (clover-x's gated layer of state and token) or `"none"`.
         decoder_position (`str`, *optional*):
-            `"before"`: a first decoder stands before the Augmenting Block, so that the block sees the target's token
-            already (Clover-2). `"after"`: every head decodes, none before (Clover). `"both"`: one before, and every
-            head decodes too, head 0 among them (clover-x).
+            Where decoders are. `"before"` (Clover-2): one before the Augmenting Block, so that the block already sees
+            the target's token, and one in every head except head 0. `"after"` (Clover): one in every head, none before
+            the block. `"both"` (clover-x): one before the block and one in every head.
         decoder_num_heads (`int`, *optional*):
-            Heads of the Attention Decoder's gate; the target's by default.
+            Heads of the Attention Decoder's gate; `num_attention_heads` by default.
         decoder_bias (`bool`, *optional*):
             Whether the decoder has biases.
         decoder_activation (`str`, *optional*):
-            What follows the Attention Decoder's gated value: `"silu"`, or nothing.
+            Activation after the Attention Decoder's gated value: `"silu"`, or `None` for no activation.
         decoder_width (`int`, *optional*):
-            Of a gated decoder; the hidden size by default.
+            Width of a gated decoder; the hidden size by default.
         entry (`str`, *optional*):
-            What stands before the block where something does: a `"decoder"` like the others, or `"fc"`, a linear layer
-            of state and token.
+            The layer before the Augmenting Block, if `decoder_position` asks for one: a `"decoder"` like the others,
+            or `"fc"`, a linear layer of state and token.
         recall (`bool`, *optional*):
-            At each token of a draft a gated decoder is also told what followed in the text the last time that the
-            longest run of this token and up to three before it came, by what the last layer's attention keeps of it:
-            drafts find earlier text again without attention. On by default for clover-x, wherever it can be.
+            Whether a gated decoder also reads what followed the same tokens earlier in the text. A drafted token, with
+            up to three tokens before it, is searched in the text. Of the places with the longest match the last one is
+            taken, and the decoder reads the last layer's attention values there. So drafts find earlier text again
+            without attention. On by default for clover-x if the other fields allow it.
         regressive (`bool`, *optional*, defaults to `True`):
-            The Regressive Connection. Off, no head sees a drafted token: each starts from the Augmenting Block's
+            The Regressive Connection. Without it no head sees a drafted token: each starts from the Augmenting Block's
             output and the target's own token.
         output_projector (`str`, *optional*):
-            `"fc"` (Clover-2, shared by the later heads), `"residual"` (Medusa's block, one per head) or `"none"`: the
-            state goes through the last norm into lm_head (clover-x).
+            The layer between a head's state and lm_head: `"fc"` (Clover-2, shared by the later heads), `"residual"`
+            (Medusa's block, one per head) or `"none"`: only the last norm (clover-x).
         token_embedding (`str`, *optional*):
-            What a token is to the heads: its row in the target's `"lm_head"` (the papers), or in its `"input"`
-            embedding (clover-x); the other one where that cannot be read.
+            Where heads read the embedding of a token: its row in the target's `"lm_head"` (the papers) or in its
+            `"input"` embedding (clover-x). If that table cannot be read, they take the other one.
         normalize_embeddings (`bool`, *optional*):
-            Rows of the embedding table scaled to length 1.
+            Whether rows of the embedding table are scaled to length 1.
         embedding_scale (`float`, *optional*, defaults to 1.0):
             Factor of the embeddings; `from_target` measures it for clover-x.
         normalize_hidden_states (`bool`, *optional*):
-            Take the target's states after its final norm. All that heads add to such a state starts at zero, and no
-            norm closes before that in front of lm_head.
+            Whether heads read the target's states after its final norm. Everything that heads add to such a state
+            starts at zero, and only the heads' last norm precedes lm_head.
         hidden_state_scale (`float`, *optional*, defaults to 1.0):
-            Factor of such states; `from_target` measures it for clover-x.
+            Factor of states read after the final norm; `from_target` measures it for clover-x.
         loss_type (`str`, *optional*):
-            The loss that the trainer takes: `"kl"`, `"clover-2"`, `"clover"` or `"acceptance"`.
+            The loss that the trainer uses: `"kl"`, `"clover-2"`, `"clover"` or `"acceptance"`.
         hidden_loss_weight (`float`, *optional*):
-            Weight of the loss's term of hidden states.
+            Weight of the loss term for hidden states.
         token_loss_weight (`float`, *optional*, defaults to 1.0):
-            Weight of its term of tokens.
+            Weight of the loss term for tokens.
         loss_decay (`float`, *optional*, defaults to 0.7):
-            Head i counts `loss_decay ** i` in the loss.
+            Head i has the weight `loss_decay ** i` in the loss.
         draft_vocab_size (`int`, *optional*):
-            How many ids the heads score, all by default; the ids are a buffer of the heads.
+            Number of token ids that the heads score; all by default. The ids are a buffer of the heads.
         draft_tree (`str`, *optional*, defaults to `"global"`):
             How a tree is grown: `"global"` (best nodes of a beam), `"levels"` (Clover's rule) or `"chain"`. The number
             of nodes is `heads.generation_config.num_assistant_tokens`.
         draft_depth (`int`, *optional*):
-            Levels of a tree. Defaults to `num_heads`, and to 8 where heads that share their weights recall.
+            Levels of a tree. Defaults to `num_heads`; to 8 for heads that share their weights and recall.
         draft_beam_width (`int`, *optional*, defaults to 10):
-            Nodes of a level that the next one grows from, in a `"global"` tree.
+            Nodes per level from which the next level grows, in a `"global"` tree.
         draft_top_k (`int`, *optional*, defaults to 10):
-            Tokens that are looked at below a node, in a `"global"` tree.
+            Tokens that are tried below each node, in a `"global"` tree.
         draft_copies (`int`, *optional*, defaults to 0):
-            Where the last two tokens stood in the text before, so many of those that followed them are drafted beside
-            what the heads draft; 0 for none, and none beside a `"chain"`. `from_target` sets 15 for heads with recall.
+            Most tokens that are copied from earlier in the text, from after the same last two tokens, and drafted
+            beside the heads' own draft. 0 copies none, and a `"chain"` gets none. `from_target` sets 15 for heads with
+            recall.
         draft_top_p (`float`, *optional*, defaults to 0.8):
             Share of the probability that a level keeps, in a tree of `"levels"`.
         draft_min_p (`float`, *optional*, defaults to 0.25):
-            Of the level's best probability, what a token needs to be kept there.
+            Least probability of a kept token, as a share of the level's best one, in a tree of `"levels"`.
         bos_token_id (`int`, *optional*):
-            Of the target, by which transformers' pipelines tell that the two share a tokenizer. Heads do not read it.
+            As in the target. transformers' pipelines compare it to see that target and heads share a tokenizer; heads
+            do not read it.
         eos_token_id (`int` or `list[int]`, *optional*):
-            Likewise.
+            As `bos_token_id`.
         pad_token_id (`int`, *optional*):
-            Likewise.
+            As `bos_token_id`.
         target_name_or_path (`str`, *optional*):
             The target that these heads were made for.
         target_revision (`str`, *optional*):
-            Its commit on the Hub.
+            The target's commit on the Hub.
         target_fingerprint (`str`, *optional*):
-            Of its lm_head, by which another target is refused.
+            A short hash of the target's lm_head. Heads refuse a target with another one.
 
     Example:
 
@@ -202,22 +206,22 @@ class CloverConfig(HeadsConfig):
 
     @property
     def num_cache_layers(self) -> int:
-        """Of a cache for these heads: one for each layer of the block, and one for the tokens where they recall."""
+        """Layers of a cache for these heads: one per layer of the block, and one for the tokens if they recall."""
         return self.num_augmenting_layers + self.recall
 
     @property
     def has_entry_decoder(self) -> bool:
-        """Whether a decoder stands before the Augmenting Block (Clover-2's information extraction order)."""
+        """Whether a decoder precedes the Augmenting Block (Clover-2's information extraction order)."""
         return self.decoder != "none" and self.decoder_position in ("before", "both")
 
     @property
     def can_draft_beyond_heads(self) -> bool:
-        """Whether later heads are one network, so that a tree may be grown deeper than the heads trained."""
+        """Whether the later heads share their weights, so that a tree may have more levels than there are heads."""
         return self.regressive and self.output_projector != "residual" and self.num_later_heads > 0
 
     @property
     def _can_recall(self) -> bool:
-        """Whether attention keeps something, and a cell sees drafted tokens; judged before anything was checked."""
+        """Whether attention keeps values and a gated decoder sees drafted tokens. Fields are not yet checked here."""
         layers, heads = self.num_augmenting_layers, self.num_heads
         keeps = self.augmenting_block in ("full", "attention") and type(layers) is int and layers != 0
         is_alone = self.decoder_position == "before" and type(heads) is int and heads == 1
@@ -226,7 +230,7 @@ class CloverConfig(HeadsConfig):
 
     @property
     def num_later_heads(self) -> int:
-        """The heads that decode a token: all, or all but head 0 where the first decoder stands before the block."""
+        """How many heads decode a token: all, or all but head 0 if the only other decoder is before the block."""
         return self.num_heads - (self.decoder_position == "before")
 
     @property
@@ -261,7 +265,7 @@ class CloverConfig(HeadsConfig):
         self._validate_size()
 
     def _validate_size(self) -> None:
-        """All parts together; each is counted at its largest."""
+        """Refuse sizes that are possible one by one, but not together; each part is counted at its largest."""
         d, head_dim = self.hidden_size, self.head_dim or self.hidden_size // self.num_attention_heads
         projections = 2 * (self.num_attention_heads + self.num_key_value_heads) * head_dim
         block = self.num_augmenting_layers * d * (projections + 3 * self.intermediate_size)

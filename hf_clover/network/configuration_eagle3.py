@@ -1,7 +1,7 @@
 """The configuration of EAGLE-3 heads, one for all the formats in which they are published.
 
-Contract: as `configuration_heads`. What the formats leave to be known from elsewhere (layers of the target, which
-norms there are, what is lent by the target) is a field here.
+Contract: as `configuration_heads`. Some formats leave out which layers of the target are read, which norms there are
+and which parts the target lends; here each of these is a field.
 """
 
 from typing import Any, ClassVar
@@ -9,108 +9,109 @@ from typing import Any, ClassVar
 from .configuration_heads import LEFT_OPEN, HeadsConfig
 from .variants import MOST_PARAMETERS
 
-UNROLLED = 7  # steps of training, as the authors take them
-DEPTH = 8  # levels of a draft: the last layer's own output may be fed back once more than in training
+UNROLLED = 7  # steps that training unrolls, as in the authors' code
+DEPTH = 8  # levels of a draft: one more than the steps of training
 
 
 class Eagle3Config(HeadsConfig):
     r"""
-    What EAGLE-3 heads are built from.
+    The configuration of EAGLE-3 heads.
 
     Args:
         layer_ids (`list[int]`, *optional*, defaults to `[2, 16, 29]`):
-            The target's layers whose states are read, counted as transformers' `hidden_states` are: 0 is the
-            embeddings, k what the k-th layer gives.
+            The target's layers whose states are read, numbered as in transformers' `hidden_states`: 0 is the
+            embeddings, k the output of the k-th layer.
         vocab_size (`int`, *optional*, defaults to 32000):
-            Of the target.
+            Size of the target's vocabulary.
         hidden_size (`int`, *optional*, defaults to 4096):
-            Of the heads.
+            Hidden size of the heads.
         target_hidden_size (`int`, *optional*):
-            Of the target; as wide as the heads by default.
+            Hidden size of the target; `hidden_size` by default.
         num_heads (`int`, *optional*, defaults to 7):
-            Steps that training unrolls, and that `forward` gives.
+            Number of steps that training unrolls and `forward` returns.
         num_hidden_layers (`int`, *optional*, defaults to 1):
-            Layers; the first reads token and feature side by side.
+            Number of layers; the first reads token and feature side by side.
         norm_before_residual (`bool`, *optional*, defaults to `False`):
-            The first layer adds its attention to the normed feature, and not to the feature.
+            Whether the first layer adds its attention to the normalised feature instead of the feature.
         norm_before_fc (`bool`, *optional*, defaults to `False`):
-            A norm over all the target's states comes before they are fused.
+            Whether one norm over the states of all layers precedes their fusion.
         fc_norm (`bool`, *optional*, defaults to `False`):
-            A norm over the states of each layer comes before they are fused.
+            Whether a norm over the states of each layer precedes their fusion.
         norm_output (`bool`, *optional*, defaults to `False`):
-            Drafts go on from the state behind the last norm, and not before it.
+            Whether a draft's next level reads the state after the last norm instead of before it.
         own_lm_head (`bool`, *optional*, defaults to `False`):
-            The heads have an lm_head of their own and do not borrow the target's.
+            Whether the heads have an lm_head of their own instead of the target's.
         own_embedding (`bool`, *optional*, defaults to `False`):
-            Likewise for the embedding of tokens.
+            Whether the heads have a token embedding of their own instead of the target's.
         num_attention_heads (`int`, *optional*, defaults to 32):
-            Of the layers.
+            Attention heads of each layer.
         num_key_value_heads (`int`, *optional*):
-            Of the layers; as many as attention heads by default.
+            Key and value heads of each layer; as many as attention heads by default.
         head_dim (`int`, *optional*):
-            Of attention; `hidden_size / num_attention_heads` by default.
+            Size of an attention head; `hidden_size / num_attention_heads` by default.
         intermediate_size (`int`, *optional*, defaults to 11008):
-            Of the MLP.
+            Width of the MLP.
         hidden_act (`str`, *optional*, defaults to `"silu"`):
             Activation of the MLP, as transformers names it.
         attention_bias (`bool`, *optional*, defaults to `False`):
             Whether queries, keys and values of the layers have biases.
         attention_output_bias (`bool`, *optional*, defaults to `False`):
-            Whether the output of attention has one.
+            Whether the output projection of attention has a bias.
         mlp_bias (`bool`, *optional*, defaults to `False`):
             Whether the MLP has biases.
         qk_norm (`bool`, *optional*, defaults to `False`):
-            Whether queries and keys are normed.
+            Whether queries and keys are normalised.
         rope_parameters (`dict`, *optional*):
             Rotary embedding of the layers; plain, with base 10000, by default.
         use_rope (`bool`, *optional*, defaults to `True`):
-            Off, the layers know no positions, as some targets' layers.
+            Whether the layers have rotary positions. Some targets' layers have none.
         max_position_embeddings (`int`, *optional*, defaults to 2048):
             As in the target, for kinds of rotary embeddings that need it.
         rms_norm_eps (`float`, *optional*, defaults to 1e-5):
-            Of every norm.
+            Epsilon of every norm.
         initializer_range (`float`, *optional*, defaults to 0.02):
-            Spread of fresh weights that nothing else starts.
+            Standard deviation of new weights for which no other start is set.
         loss_type (`str`, *optional*, defaults to `"clover"`):
-            The loss that the trainer takes: `"kl"`, `"clover-2"`, `"clover"` or `"acceptance"`.
+            The loss that the trainer uses: `"kl"`, `"clover-2"`, `"clover"` or `"acceptance"`.
         hidden_loss_weight (`float`, *optional*):
-            Weight of the loss's term of hidden states.
+            Weight of the loss term for hidden states.
         token_loss_weight (`float`, *optional*, defaults to 1.0):
-            Weight of its term of tokens.
+            Weight of the loss term for tokens.
         loss_decay (`float`, *optional*, defaults to 0.8):
-            Step i counts `loss_decay ** i` in the loss.
+            Step i has the weight `loss_decay ** i` in the loss.
         draft_vocab_size (`int`, *optional*):
-            How many ids the heads score, all by default; the ids are a buffer of the heads.
+            Number of token ids that the heads score; all by default. The ids are a buffer of the heads.
         draft_tree (`str`, *optional*, defaults to `"global"`):
             How a tree is grown: `"global"` (best nodes of a beam), `"levels"` (Clover's rule) or `"chain"`. The number
             of nodes is `heads.generation_config.num_assistant_tokens`.
         draft_depth (`int`, *optional*, defaults to 8):
-            Levels of a tree, at least `num_heads` by default.
+            Levels of a tree. The default is `num_heads` if that is more than 8.
         draft_beam_width (`int`, *optional*, defaults to 10):
-            Nodes of a level that the next one grows from, in a `"global"` tree.
+            Nodes per level from which the next level grows, in a `"global"` tree.
         draft_top_k (`int`, *optional*, defaults to 10):
-            Tokens that are looked at below a node, in a `"global"` tree.
+            Tokens that are tried below each node, in a `"global"` tree.
         draft_copies (`int`, *optional*, defaults to 0):
-            Where the last two tokens stood in the text before, so many of those that followed them are drafted beside
-            what the heads draft; 0 for none, and none beside a `"chain"`.
+            Most tokens that are copied from earlier in the text, from after the same last two tokens, and drafted
+            beside the heads' own draft. 0 copies none, and a `"chain"` gets none.
         draft_top_p (`float`, *optional*, defaults to 0.8):
             Share of the probability that a level keeps, in a tree of `"levels"`.
         draft_min_p (`float`, *optional*, defaults to 0.25):
-            Of the level's best probability, what a token needs to be kept there.
+            Least probability of a kept token, as a share of the level's best one, in a tree of `"levels"`.
         bos_token_id (`int`, *optional*):
-            Of the target, by which transformers' pipelines tell that the two share a tokenizer. Heads do not read it.
+            As in the target. transformers' pipelines compare it to see that target and heads share a tokenizer; heads
+            do not read it.
         eos_token_id (`int` or `list[int]`, *optional*):
-            Likewise.
+            As `bos_token_id`.
         pad_token_id (`int`, *optional*):
-            Likewise.
+            As `bos_token_id`.
         source_name_or_path (`str`, *optional*):
-            Where others published these heads.
+            The repository or folder in which others published these heads.
         target_name_or_path (`str`, *optional*):
             The target that these heads were made for.
         target_revision (`str`, *optional*):
-            Its commit on the Hub.
+            The target's commit on the Hub.
         target_fingerprint (`str`, *optional*):
-            Of its lm_head, by which another target is refused.
+            A short hash of the target's lm_head. Heads refuse a target with another one.
 
     Example:
 
@@ -125,7 +126,7 @@ class Eagle3Config(HeadsConfig):
 
     model_type: ClassVar[str] = "clover_eagle3"
     variant: ClassVar[str] = "eagle-3"  # in tables and logs
-    # What Clover's heads may have otherwise.
+    # Fields of `CloverConfig` that are fixed here.
     recall: ClassVar[bool] = False
     regressive: ClassVar[bool] = True
     has_augmenting_block: ClassVar[bool] = True
@@ -181,7 +182,7 @@ class Eagle3Config(HeadsConfig):
         self._require("hidden_size", parameters <= MOST_PARAMETERS, wanted)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields that say what the network is, also where they are the default."""
+        """As in transformers, and always with `layer_ids`, even if they are the default."""
         return {**super().to_dict(), "layer_ids": list(self.layer_ids)}
 
 

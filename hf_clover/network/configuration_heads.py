@@ -2,7 +2,7 @@
 
 Contract: a `HeadsConfig` says everything that is needed to build a network of draft heads and nothing about how it is
 run. Impossible values are refused by name, before anything is allocated: a config may come from a stranger. This file
-travels to the Hub beside the network, so it knows torch and transformers alone.
+is pushed to the Hub beside the network, so it imports only torch and transformers.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from .variants import (
 )
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-LEFT_OPEN: Any = None  # what a user may leave out and `__post_init__` fills in
+LEFT_OPEN: Any = None  # a field that a user may leave out and `__post_init__` fills in
 
 
 class HeadsConfig(PreTrainedConfig):
@@ -84,7 +84,7 @@ class HeadsConfig(PreTrainedConfig):
         self._validate_rope_frequencies()
 
     def _fill_in(self) -> None:
-        """What was left open, before anything is checked."""
+        """Fill in the fields that the user left out, before anything is checked."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
 
@@ -94,7 +94,7 @@ class HeadsConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Fields changed in loading are checked too, which transformers sets without a word."""
+        """As in transformers; fields that are changed while loading are checked too."""
         methods = [name for name in config_dict if name.startswith("__") or callable(getattr(cls, name, None))]
         if methods:
             raise ValueError(f"{cls.__name__}: `{methods[0]}` is impossible: it is no field of a configuration.")
@@ -111,7 +111,7 @@ class HeadsConfig(PreTrainedConfig):
 
     @property
     def token_table(self) -> str:
-        """Whose rows of the target are the heads' token embeddings: "lm_head" or "input"."""
+        """The target's table whose rows are the heads' token embeddings: "lm_head" or "input"."""
         return "input"
 
     @property
@@ -131,7 +131,7 @@ class HeadsConfig(PreTrainedConfig):
 
     @property
     def turns_pairs(self) -> bool:
-        """Whether some layer uses them."""
+        """Whether some layer uses rotary embeddings."""
         return self.has_rope
 
     def _require(self, field: str, condition: bool, wanted: str) -> None:
@@ -149,7 +149,7 @@ class HeadsConfig(PreTrainedConfig):
         self._require(field, value is None or is_name, f"a string of at most {LONGEST_NAME} printable characters")
 
     def _validate(self) -> None:
-        """Each field alone, and those of the layers together."""
+        """Check each field alone, and the shapes of the layers together."""
         fields = {field.name for field in dataclasses.fields(self)}
         for field in CHOICES:
             if field in fields:
@@ -191,8 +191,9 @@ class HeadsConfig(PreTrainedConfig):
             self._require("draft_vocab_size", fits, f"at most vocab_size={self.vocab_size}")
 
     def _validate_what_transformers_reads(self, kwargs: dict[str, Any]) -> None:
-        """Fields of every config that would cost memory, fetch a kernel from the Hub, or fail without a name."""
-        kwargs.pop("num_labels", None)  # of classifiers: transformers makes a table of so many labels
+        """Refuse values that transformers itself reads from every config, and that would take memory, fetch a kernel
+        from the Hub, or raise an error that names no field."""
+        kwargs.pop("num_labels", None)  # for classifiers only: transformers makes a table of that many labels
         refused = {field: kwargs.get(field) for field in ("per_layer_config", "base_model_tp_plan")}
         for field in ("attn_implementation", "_attn_implementation"):
             value = kwargs.get(field)
@@ -231,7 +232,7 @@ class HeadsConfig(PreTrainedConfig):
         self._require("rope_parameters", is_possible, "such that its `rope_theta` is a positive number, at most 1e15")
 
     def _validate_rope_frequencies(self) -> None:
-        """Each `rope_type` has numbers of its own: transformers' function for it says whether they will do."""
+        """Each `rope_type` has parameters of its own; transformers' function for it is run to check them."""
         compute = ROPE_INIT_FUNCTIONS.get(self.rope_parameters["rope_type"])
         if compute is None or not self.has_rope:
             return

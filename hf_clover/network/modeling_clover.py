@@ -2,13 +2,13 @@
 
 Contract: `heads(hidden_states, input_ids)` takes the target's hidden states *before* its final norm at positions
 0..T-1 and the tokens that follow them (`input_ids[:, t]` is the token at position t+1). `out.head_outputs[i]` is what
-head i feeds into the target's lm_head, teacher-forced, valid for the first T-i positions and zero after; head i
-guesses the token at position t+2+i. `heads.score(x)` applies the borrowed lm_head. Decoding uses the same parts one
+head i feeds into the target's lm_head, teacher-forced; it is valid for the first T-i positions and zero after. Head i
+guesses the token at position t+2+i. `heads.score(x)` applies the borrowed lm_head. Decoding calls the same parts one
 at a time: `encode` (once per token of the target), `recall` and `step` (once per level of a draft).
 
 The target's lm_head, embedding and final norm are borrowed with `bind(target)` and never stored: a checkpoint holds
-head weights only. This module does not know trees, walks, losses or the Hub. It travels to the Hub as remote code, so
-it imports torch, transformers and its flat siblings only.
+head weights only. This module does not know trees, walks, losses or the Hub. It is pushed to the Hub as remote code,
+so it imports only torch, transformers and its flat siblings.
 
 Shapes: B batch, T positions, d hidden size, V vocabulary, K heads, `...` any leading dimensions.
 """
@@ -40,7 +40,7 @@ from .blocks import (
 from .configuration_clover import CloverConfig
 from .modeling_heads import CloverOutput, DraftHeads, package
 
-INIT_NOISE = 0.01  # of the matrices that the papers start near the identity or near zero
+INIT_NOISE = 0.01  # size of the noise in matrices that the papers start near the identity or near zero
 
 
 class CloverHeads(DraftHeads):
@@ -48,14 +48,14 @@ class CloverHeads(DraftHeads):
     Draft heads for one target, made by `from_target`, `from_pretrained` (or `AutoModel`) or
     `from_reference_checkpoint`.
 
-    Given to the target's `generate` as `assistant_model`, they draft what it verifies. The target's lm_head, embedding
-    and final norm are borrowed, and a checkpoint holds the heads' own weights only. Two attributes say how they draft:
-    `generation_config.num_assistant_tokens`, the nodes of a tree (the machine chooses by default), and `text_memory`,
-    a `TextMemory` to copy from.
+    Pass them to the target's `generate` as `assistant_model`: they draft tokens, and the target verifies them. They
+    borrow the target's lm_head, embedding and final norm; a checkpoint holds only the heads' own weights. Two
+    attributes set how they draft: `generation_config.num_assistant_tokens`, the nodes of a tree (chosen by measured
+    speed if it is `None`), and `text_memory`, a `TextMemory` to copy from.
 
     Args:
         config ([`CloverConfig`]):
-            What they are built from.
+            The configuration of the heads.
 
     Example:
 
@@ -87,10 +87,10 @@ class CloverHeads(DraftHeads):
             self.entry_decoder = decoder(config) if config.entry == "decoder" else EntryProjector(config)
         if config.has_augmenting_block:
             self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
-            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which may be loading us
+            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # it may be importing us
 
             self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # it reads what any config has
-        # Otherwise nothing was changed, and the target's own norm closes, or what was changed is normed already.
+        # Without a norm of its own, the state is either unchanged, and takes the target's norm, or normalised before.
         if (config.has_augmenting_block or config.has_entry_decoder) and not config.normalize_hidden_states:
             self.norm = CloverRMSNorm(size, eps)
         if decoder is not None and config.num_later_heads > 0:
@@ -101,7 +101,7 @@ class CloverHeads(DraftHeads):
         if projector == "fc":
             if self._head_0_has_no_decoder:
                 self.first_fc = started_linear(size, size, True, "identity")
-            # One for all later heads; without the Regressive Connection they would all say the same, so one each.
+            # One for all later heads. Without the Regressive Connection they would all guess the same: one each.
             count = 1 if config.can_draft_beyond_heads else config.num_later_heads
             self.fc = nn.ModuleList(started_linear(2 * size, size, True, "identity") for _ in range(count))
         if projector == "residual":
@@ -116,11 +116,11 @@ class CloverHeads(DraftHeads):
         return self.config.decoder_position == "before"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the target's lm_head or input embedding, as the config says.
+        """Rows of the target's lm_head or of its input embedding: `config.token_embedding` names the table.
 
         Args:
             input_ids (`torch.Tensor` of shape `[...]`):
-                Tokens.
+                Token ids.
 
         Returns:
             `torch.Tensor` of shape `[..., d]`
@@ -153,19 +153,19 @@ class CloverHeads(DraftHeads):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        """The states that head 0 starts from, once per token of the target.
+        """The states that head 0 starts from; computed once per token of the target.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, T, d]`):
-                The target's, before its final norm.
+                The target's states before its final norm.
             input_ids (`torch.Tensor` of shape `[B, T]`):
-                The tokens after them.
+                The token that follows each state.
             attention_mask (`torch.Tensor`, *optional*):
                 2-D (padding) or, with a cache, 4-D as `scaled_dot_product_attention` takes it.
             position_ids (`torch.Tensor` of shape `[1 or B, T]`, *optional*):
-                Positions go on from the cache's length unless they are given.
+                Positions of the states; by default they continue from the cache's length.
             past_key_values (`Cache`, *optional*):
-                Of `config.num_cache_layers` layers.
+                A cache of `config.num_cache_layers` layers.
 
         Returns:
             `torch.Tensor` of shape `[B, T, d]`
@@ -180,7 +180,7 @@ class CloverHeads(DraftHeads):
         position_ids: torch.Tensor | None,
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
-        """The states, and of the text they look at the tokens [B, C], the last layer's values and its mask."""
+        """The states, and for heads that recall: the tokens [B, C] of the text, the last layer's values and mask."""
         x, to_recall = self.read(hidden_states), None
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
@@ -200,13 +200,13 @@ class CloverHeads(DraftHeads):
         return x, to_recall
 
     def recall(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """What `step` is told where the text may go on as it did before.
+        """What `step` reads about an earlier place of the text, after which the draft may continue as the text did.
 
         Args:
             values (`torch.Tensor` of shape `[B, kv_heads, C, head_dim]`):
-                Of the block's last attention.
+                Values of the block's last attention.
             places (`torch.Tensor` of shape `[B, T]`):
-                Of the text, from which it may go on.
+                Column of the earlier place, or -1 for none.
 
         Returns:
             `torch.Tensor` of shape `[B, T, 2 w]`
@@ -222,22 +222,22 @@ class CloverHeads(DraftHeads):
     def step(
         self, level: int, state: torch.Tensor, input_ids: torch.Tensor, recalled: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One head, once per level of a draft.
+        """Run one head; called once per level of a draft.
 
         Args:
             level (`int`):
-                Which head, from 0.
+                Number of the head, from 0.
             state (`torch.Tensor` of shape `[..., d]`):
-                What `encode` gave at level 0, and without the Regressive Connection at every level; else what the
-                level before gave.
+                The output of `encode` at level 0, and at every level without the Regressive Connection; otherwise the
+                next state that the level before returned.
             input_ids (`torch.Tensor` of shape `[...]`):
-                The token before its guess: the target's own at level 0, and without the Regressive Connection at every
-                level.
+                The token before the guess: the target's own token at level 0, and at every level without the
+                Regressive Connection; otherwise a drafted one.
             recalled (`torch.Tensor` of shape `[..., 2 w]`, *optional*):
-                What `recall` gave, for heads that recall.
+                The output of `recall`, for heads that recall.
 
         Returns:
-            `tuple` of two `torch.Tensor`: what goes into lm_head and the next state, both of shape `[..., d]`
+            `tuple` of two `torch.Tensor`: the input of lm_head and the next state, both of shape `[..., d]`
         """
         embedding = None
         if not (level == 0 and self._head_0_has_no_decoder):
@@ -267,13 +267,13 @@ class CloverHeads(DraftHeads):
         past_key_values: Cache | None = None,
         return_dict: bool = True,
     ) -> CloverOutput | tuple[torch.Tensor, ...]:
-        """All heads over a text that is known already, as in training.
+        """Run all heads over a text whose tokens are all known, as in training.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[B, T, d]`):
-                The target's, before its final norm.
+                The target's states before its final norm.
             input_ids (`torch.Tensor` of shape `[B, T]`):
-                The tokens after them.
+                The token that follows each state.
             attention_mask (`torch.Tensor`, *optional*):
                 As for `encode`.
             position_ids (`torch.Tensor`, *optional*):
@@ -281,11 +281,11 @@ class CloverHeads(DraftHeads):
             past_key_values (`Cache`, *optional*):
                 As for `encode`.
             return_dict (`bool`, *optional*, defaults to `True`):
-                Off, a tuple in place of the dictionary.
+                `False` returns a tuple in place of the `CloverOutput`.
 
         Returns:
-            `CloverOutput`: `head_outputs` of shape `[K, B, T, d]`, of which head i has the first T - i places, and
-            `state`
+            `CloverOutput`: `head_outputs` of shape `[K, B, T, d]`, valid at the first T - i positions for head i, and
+            `state` of shape `[B, T, d]`
         """
         if hidden_states.shape[:2] != input_ids.shape:
             raise ValueError(
@@ -336,11 +336,11 @@ class CloverHeads(DraftHeads):
 
     @classmethod
     def from_target(cls, target: nn.Module, variant: str = "clover-x", **fields: Any) -> "CloverHeads":
-        """New heads, on the target's device and in its dtype.
+        """Make new heads, on the target's device and in its dtype.
 
         Args:
             target (`PreTrainedModel`):
-                A decoder-only model, whole.
+                A complete decoder-only model.
             variant (`str`, *optional*, defaults to `"clover-x"`):
                 As in `CloverConfig`.
             fields:
@@ -366,15 +366,15 @@ class CloverHeads(DraftHeads):
     def from_reference_checkpoint(
         cls, folder: str | os.PathLike, target: PreTrainedModel, allow_pickle: bool = False
     ) -> "CloverHeads":
-        """Heads trained with the papers' public reference, computing what the reference computes.
+        """Load heads that were trained with the papers' public reference code; they compute what that code computes.
 
         Args:
             folder (`str` or `os.PathLike`):
-                The checkpoint's.
+                The folder of the checkpoint.
             target (`PreTrainedModel`):
-                The one that they were trained for.
+                The model that the heads were trained for.
             allow_pickle (`bool`, *optional*, defaults to `False`):
-                Read torch files where there is no safetensors file, of which weights alone are read.
+                Whether to read torch files if there is no safetensors file. Only their weights are read.
 
         Returns:
             `CloverHeads`: bound to the target

@@ -1,13 +1,13 @@
 """EAGLE-3 heads (arXiv 2503.01840): the network alone.
 
-The states of several of the target's layers are fused into one feature. A decoder layer takes the feature beside the
-embedding of the token after it; beyond the text, the layer's own output stands in for the feature.
+The states of several of the target's layers are fused into one feature. A decoder layer reads the feature beside the
+embedding of the token after it. For drafted tokens, the layer's own output replaces the feature.
 
 Contract: that of `modeling_clover`, with the states of `config.layer_ids` side by side [B, T, a d'] as hidden states.
-`forward` feeds the text's tokens at every step: step k at position t has seen the target's states up to t, and goes on
-from its own output of step k - 1. Drafting uses the parts one at a time: `features` and `advance` for what the target
-has settled, `recycled` and `advance` for drafted tokens, `output` for what goes into lm_head. A sibling of
-`modeling_heads.py` that travels to the Hub with it.
+`forward` feeds the text's tokens at every step: step k at position t has seen the target's states up to t, and
+continues from its own output of step k - 1. Drafting calls the parts one at a time: `features` and `advance` for
+tokens of the text, `recycled` and `advance` for drafted tokens, `output` for the input of lm_head. This file is pushed
+to the Hub beside `modeling_heads.py`.
 
 Shapes: B batch, T positions, a layers that are read, d' the target's hidden size, d the heads', H query heads.
 """
@@ -27,15 +27,15 @@ from .modeling_heads import CloverOutput, PathHeads, Rope, package
 
 
 class UnrolledAttention(CloverAttention):
-    """Attention of a text and of what was drafted from each of its positions."""
+    """Attention over a text, and over the tokens that were drafted from each of its positions."""
 
     def unrolled(
         self, x: torch.Tensor, rope: Rope, visible: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Step k of `forward`: position t sees what is `visible` [1 or B, 1, T, T] of the text (step 0) and, of each
-        later step, itself.
+        """Step k of `forward`: position t sees the columns of the text (step 0) that are `visible` [1 or B, 1, T, T]
+        and, in each later step, only itself.
 
-        `keys` and `values` [B, H, T, head_dim] of the steps before; those of this step are appended.
+        `keys` and `values` [B, H, T, head_dim] are those of the steps before; this step appends its own.
         """
         length, groups = x.shape[1], self.q_proj.out_features // self.k_proj.out_features
         per_head = (-1, self.head_dim)
@@ -57,7 +57,7 @@ class UnrolledAttention(CloverAttention):
 
 
 class Eagle3Layer(nn.Module):
-    """A Llama-style decoder layer; the first takes a pair of token and feature."""
+    """A Llama-style decoder layer. The first layer reads pairs of token and feature."""
 
     def __init__(self, config: Eagle3Config, layer_idx: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Eagle3Layer(nn.Module):
         return self.after(self.self_attn.unrolled(read, rope, *rest), residual)
 
     def before(self, x: torch.Tensor, embedding: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads, [B, T, 2 d] in the first layer, and what its result is added to [B, T, d]."""
+        """The input of attention, [B, T, 2 d] in the first layer, and the residual [B, T, d]."""
         if not self.is_first:
             return self.input_layernorm(x), x
         normed = self.hidden_norm(x)
@@ -98,12 +98,12 @@ class Eagle3Heads(PathHeads):
     """
     EAGLE-3 heads for one target, made by `hf_clover.load_heads`, `from_pretrained` or `from_target`.
 
-    They are used as [`CloverHeads`] are: given to `generate` as `assistant_model`, trained by [`CloverTrainer`], saved
-    and pushed. An embedding and an lm_head of their own stay as they are in further training.
+    Use them as [`CloverHeads`]: pass them to `generate` as `assistant_model`, train them with [`CloverTrainer`], save
+    and push them. Further training does not change their own embedding and lm_head, if they have these.
 
     Args:
         config ([`Eagle3Config`]):
-            What they are built from.
+            The configuration of the heads.
 
     Example:
 
@@ -112,7 +112,7 @@ class Eagle3Heads(PathHeads):
     >>> from transformers import AutoModelForCausalLM
 
     >>> target = AutoModelForCausalLM.from_pretrained("org/target")
-    >>> heads = Eagle3Heads.from_target(target, num_heads=4)  # new ones, to be trained
+    >>> heads = Eagle3Heads.from_target(target, num_heads=4)  # new heads, not yet trained
     >>> len(heads.feature_layers)
     3
     ```
@@ -135,7 +135,7 @@ class Eagle3Heads(PathHeads):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # which may be loading us
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # it may be importing us
 
         self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # it reads what any config has
 
@@ -149,7 +149,7 @@ class Eagle3Heads(PathHeads):
         return self.embed_tokens(input_ids) if self.config.own_embedding else super().embed(input_ids)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, T, a d'] -> [B, T, d]: what stands beside a token of the text."""
+        """[B, T, a d'] -> [B, T, d]: the features, which are read beside the text's tokens."""
         x = hidden_states.to(self.dtype)
         if self.config.norm_before_fc:
             x = self.input_norm(x)
@@ -166,18 +166,18 @@ class Eagle3Heads(PathHeads):
         mask: torch.Tensor | None,
         cache: Cache | None,
     ) -> torch.Tensor:
-        """Features [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that say what comes next."""
+        """Features [B, T, d] and the tokens after them [B, T] -> the states [B, T, d] that predict the next token."""
         x, embedding = features, self.embed(input_ids)
         for layer in self.layers:
             x = layer(x, embedding, rope, mask, cache)
         return x
 
     def recycled(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., d] -> [..., d]: what stands beside a drafted token in place of a feature."""
+        """[..., d] -> [..., d]: states as they replace features beside drafted tokens."""
         return self.norm(states) if self.config.norm_output else states
 
     def output(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., d] -> [..., d]: what goes into lm_head."""
+        """[..., d] -> [..., d]: the input of lm_head."""
         return self.norm(states)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
@@ -195,7 +195,7 @@ class Eagle3Heads(PathHeads):
         **kwargs: Any,
     ) -> CloverOutput | tuple[torch.Tensor, ...]:
         """Teacher-forced: `head_outputs[k]` at position t guesses the token at t + 2 + k. `attention_mask` [B, T] is
-        that of padding; `position_ids` [B, T] begin anew at each packed document."""
+        0 at padding; `position_ids` [B, T] start from 0 at each packed document."""
         if hidden_states.shape[:2] != input_ids.shape:
             raise ValueError(
                 f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
@@ -230,11 +230,11 @@ class Eagle3Heads(PathHeads):
 
     @classmethod
     def from_target(cls, target: nn.Module, **fields: Any) -> "Eagle3Heads":
-        """New heads, on the target's device and in its dtype, which read a low, a middle and a high layer.
+        """Make new heads, on the target's device and in its dtype. They read a low, a middle and a high layer.
 
         Args:
             target (`PreTrainedModel`):
-                A decoder-only model, whole.
+                A complete decoder-only model.
             fields:
                 Any field of `Eagle3Config`.
 
@@ -253,10 +253,10 @@ class Eagle3Heads(PathHeads):
         allow_pickle: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """As `PreTrainedModel.from_pretrained`, and from the formats of others as `hf_clover.load_heads`, with its
-        arguments `target`, `layer_ids` and `allow_pickle`."""
+        """As `PreTrainedModel.from_pretrained`. It also reads the formats that `hf_clover.load_heads` reads; `target`,
+        `layer_ids` and `allow_pickle` are arguments of that function."""
         reading = (target, layer_ids, allow_pickle)
-        with contextlib.suppress(ImportError):  # remote code may run without the package, which reads those
+        with contextlib.suppress(ImportError):  # remote code may run without the package, which reads these formats
             published = package("origins.published")
             if "config" not in kwargs and published.is_of_others(pretrained_model_name_or_path, kwargs):
                 return published.load_heads(pretrained_model_name_or_path, *reading, **kwargs)

@@ -1,16 +1,15 @@
-"""Linear layers of a model, rearranged once for products of a few rows on a CPU.
+"""Linear layers whose weights are rearranged once, for fast products of a few rows on a CPU.
 
-Contract: `pack_for_cpu(model)` gives every linear layer that gains by it a weight in oneDNN's own order, in place, and
-`unpack(model)` brings back the same numbers bit for bit. A tree is a product of a few rows, and MKL, which torch takes
-for float32, needs about twice as long for two rows as for one, while oneDNN over packed weights hardly grows with the
-rows. `torch.compile` with freezing, the public way, still takes MKL for so few; `torch.utils.mkldnn` converts at every
-call. So these are private operators of torch, and this is the only place that names them.
+Contract: `pack_for_cpu(model)` puts the weight of every large linear layer into oneDNN's own order, in place.
+`unpack(model)` restores the same numbers bit for bit. Verifying a tree multiplies a few rows. torch uses MKL for
+float32, and MKL takes about twice as long for two rows as for one; the time of oneDNN over packed weights hardly grows
+with the rows. The public ways do not help: `torch.compile` with freezing still uses MKL for so few rows, and
+`torch.utils.mkldnn` converts weights at every call. So this file, and no other, calls private operators of torch.
 
-A packed weight is still the layer's `weight`, of its shape and dtype, but a tensor that cannot be read in part:
-`plain_weight` reads it. State dicts, copies and pickles are plain. Nothing is held twice, but a weight that is an
-embedding too: rows are looked up in the plain one. What may be off by a rounding can have its weights in float16
-instead (`halve_weights`), which is half as many bytes to read. A sibling of `modeling_clover.py` that travels to the
-Hub with it.
+A packed weight is still the layer's `weight`, with its shape and dtype, but it cannot be read in part: `plain_weight`
+reads it. State dicts, copies and pickles are plain. No weight is held twice, except one that is also an embedding:
+rows are looked up in the plain copy. A model that may differ by a rounding can have its weights in float16 instead
+(`halve_weights`), which halves the bytes to read. This file is pushed to the Hub beside `modeling_clover.py`.
 """
 
 from typing import Any, TypeGuard
@@ -19,15 +18,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-LEAST_WEIGHTS = 2**18  # a smaller product takes no longer than the call of the operator
-ROWS = 8  # that the order is chosen for; it was the fastest for 1 to 24
+LEAST_WEIGHTS = 2**18  # weights of a layer, at least: a smaller product takes no longer than the call of the operator
+ROWS = 8  # rows that the packed order is chosen for; it was the fastest order for 1 to 24 rows
 _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 _HALVING_OPERATORS = ("linear_prepack_fp16", "linear_dynamic_fp16")
 
 
 def multiplies_bfloat16_fast(device: torch.device) -> bool:
-    """Whether `device` has instructions for it. A CPU without them emulates it, twenty to fifty times slower than
-    float32."""
+    """Whether `device` has instructions for bfloat16. A CPU without them emulates bfloat16, twenty to fifty times
+    slower than float32."""
     if device.type != "cpu":
         return True
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -35,8 +34,8 @@ def multiplies_bfloat16_fast(device: torch.device) -> bool:
 
 
 class HalvedLinear(nn.Module):
-    """A linear layer with its weight in float16, in FBGEMM's own order. What it takes and gives is float32, and in
-    between nothing is rounded but the weight. It cannot learn, and its weight cannot be read back."""
+    """A linear layer with its weight in float16, in FBGEMM's own order. Input and output are float32; only the weight
+    is rounded. The layer cannot be trained, and its weight cannot be read back."""
 
     dtype = torch.float32
 
@@ -53,21 +52,21 @@ class HalvedLinear(nn.Module):
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor | HalvedLinear, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`F.linear`, of a packed weight too, or of a halved one, which has its bias with it."""
+    """As `F.linear`, for plain, packed and halved weights. A halved weight holds its own bias."""
     if isinstance(weight, HalvedLinear):
         return weight(x)
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError(
-            "a packed linear layer was given what requires a gradient, and it has none: run it under "
-            "`torch.no_grad()`, or take the packing back with `hf_clover.unpack(model)`."
+            "the input of a packed linear layer requires a gradient, and packed layers compute none: run it under "
+            "`torch.no_grad()`, or undo the packing with `hf_clover.unpack(model)`."
         )
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` as `linear` is fastest with it: packed, or itself."""
+    """`weight` in the form that `linear` multiplies fastest: packed, or unchanged if it is small."""
     if weight.numel() < LEAST_WEIGHTS:
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS)
@@ -76,7 +75,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 class PackedLinear(nn.Linear):
     """A linear layer whose `weight` is packed."""
 
-    tied: nn.Parameter | None  # the plain weight, where an embedding holds that too
+    tied: nn.Parameter | None  # the plain weight, if an embedding shares it
     required_grad: bool
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,7 +92,7 @@ class PackedLinear(nn.Linear):
         raise RuntimeError("packed layers take no other weights: call `hf_clover.unpack(model)` before loading any.")
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """A copy, or what a pickle holds, is a plain linear layer."""
+        """Copies and pickles are plain linear layers."""
         state = {name: value for name, value in vars(self).items() if name not in PackedLinear.__annotations__}
         state["_parameters"] = self._parameters | {"weight": self.plain()}
         return object.__new__, (nn.Linear,), state
@@ -104,23 +103,24 @@ def is_packed(module: nn.Module | None) -> TypeGuard[PackedLinear]:
 
 
 def plain_weight(module: nn.Module | None) -> Any:
-    """`module.weight` as it can be read, in a copy where it is packed; None where there is none."""
+    """`module.weight` in readable form: a copy if it is packed, None if there is none."""
     return module.plain() if is_packed(module) else getattr(module, "weight", None)
 
 
 def pack_for_cpu(model: nn.Module) -> int:
     """Pack the linear layers of a target or of heads for inference on a CPU, in place.
 
-    Tokens are those of the packed model, whose logits differ from the plain one's in the last bits. A model may be
-    packed in float32 and, where the processor has it, in bfloat16. Layers of other kinds (quantised ones) stay as
-    they are. Draft with packed weights only where the target is packed too. `hf_clover.unpack(model)` undoes it.
+    Generated tokens are those of the packed model, whose logits differ from the plain model's in the last bits. A
+    model may be packed in float32, and in bfloat16 if the processor has instructions for it. Other kinds of layers,
+    such as quantised ones, stay as they are. Pack heads only if their target is packed too.
+    `hf_clover.unpack(model)` undoes the packing.
 
     Args:
         model (`torch.nn.Module`):
-            In evaluation mode, on the CPU.
+            The target or the heads, in evaluation mode, on the CPU.
 
     Returns:
-        `int`: how many layers gain by it
+        `int`: how many layers were packed
 
     Example:
 
@@ -147,7 +147,7 @@ def pack_for_cpu(model: nn.Module) -> int:
     layers = [layer for layer in layers if layer.weight.numel() >= LEAST_WEIGHTS]
     for layer in layers:
         _check(layer.weight)
-    done: dict[int, nn.Parameter] = {}  # layers may share one
+    done: dict[int, nn.Parameter] = {}  # layers may share a weight
     for layer in layers:
         weight = layer.weight
         is_tied = any(type(owner) is not nn.Linear for owner in owners[id(weight)])
@@ -160,7 +160,7 @@ def pack_for_cpu(model: nn.Module) -> int:
 
 
 def unpack(model: nn.Module) -> None:
-    """Give back what `pack_for_cpu` rearranged; a model that is not packed stays as it is.
+    """Undo `pack_for_cpu`. A model that is not packed stays as it is.
 
     Args:
         model (`torch.nn.Module`):
@@ -191,7 +191,7 @@ def unpack(model: nn.Module) -> None:
 
 
 def halve_weights(model: nn.Module) -> None:
-    """Give every linear layer of `model` that gains by it its weight in float16, in place and for good."""
+    """Replace every large linear layer of `model` by one with weights in float16. This cannot be undone."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and layer.weight.numel() >= LEAST_WEIGHTS:
             model.set_submodule(name, HalvedLinear(plain_weight(layer), layer.bias))

@@ -1,7 +1,7 @@
-"""What heads read of a target: where its parts are, whether they fit, and the loan itself.
+"""The parts of a target that heads read: find them, check that they fit, and borrow them.
 
-Contract: functions of a transformers model and a `HeadsConfig`; nothing is changed in the target. A sibling of
-`modeling_clover.py` that travels to the Hub with it.
+Contract: functions of a transformers model and a `HeadsConfig`; they change nothing in the target. This file is pushed
+to the Hub beside `modeling_clover.py`.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm
 
 @dataclass
 class BorrowedParts:
-    """What the heads use of the target. Held outside the module tree, so that no checkpoint ever contains it."""
+    """The parts of the target that heads use. They are outside the module tree, so no checkpoint contains them."""
 
     lm_head: nn.Module
     embedding: torch.Tensor  # [V, d]
     norm: nn.Module
     logit_scale: float
     logit_softcap: float | None
-    draft_rows: tuple[torch.Tensor | HalvedLinear, torch.Tensor | None] | None = None  # lm_head's that score, if apart
-    packed_ids: torch.Tensor | None = None  # which these are, where they are packed
-    is_packed: bool = False  # whether lm_head was
-    source: nn.Module | None = None  # the target's own lm_head, of which `lm_head` is a copy where that is in parts
+    draft_rows: tuple[torch.Tensor | HalvedLinear, torch.Tensor | None] | None = None  # lm_head's rows of `draft_ids`
+    packed_ids: torch.Tensor | None = None  # ids of `draft_rows`, if these are packed
+    is_packed: bool = False  # whether lm_head was packed when it was borrowed
+    source: nn.Module | None = None  # the target's own lm_head; `lm_head` is a whole copy of it if it is in parts
 
     def scale(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the target does to lm_head's output: a factor, a soft cap."""
+        """`logits` with the factor and the soft cap that the target applies to lm_head's output."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:
@@ -62,11 +62,11 @@ def unwrap(model: Any) -> PreTrainedModel:
         elif hasattr(model, "module"):
             model = model.module
         else:
-            return cast(PreTrainedModel, model)  # or what is asked no more than one
+            return cast(PreTrainedModel, model)  # or another module that is used like one
 
 
 def special_tokens_of(target: PreTrainedModel) -> dict[str, Any]:
-    """The fields of its config by which transformers tells that two models share a tokenizer."""
+    """The special tokens of the target's config. transformers compares them to see that models share a tokenizer."""
     config = target.config.get_text_config()
     return {name: getattr(config, name, None) for name in SPECIAL_TOKENS}
 
@@ -74,7 +74,7 @@ def special_tokens_of(target: PreTrainedModel) -> dict[str, Any]:
 def find_decoder(target: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList | None, nn.Module | None]:
     """The target's text decoder, its list of layers and its final norm (None where there is none)."""
     config = target.config.get_text_config(decoder=True)
-    depths = (config.num_hidden_layers, getattr(config, "num_layers", None))  # a layer of LongCat-Flash counts twice
+    depths = (config.num_hidden_layers, getattr(config, "num_layers", None))  # LongCat-Flash counts a layer twice
     decoder = target.get_decoder() if hasattr(target, "get_decoder") else target
     if not list(decoder.children()):  # ModernBERT's `decoder` is its output layer
         decoder = target.base_model
@@ -130,7 +130,8 @@ def borrow(config: HeadsConfig, target: PreTrainedModel) -> BorrowedParts:
 
 
 def token_table(config: HeadsConfig, target: PreTrainedModel, lm_head: nn.Module) -> torch.Tensor | None:
-    """The rows [>= V, d] that serve as the heads' token embedding: `config.token_table`'s, or else the other's."""
+    """The rows [>= V, d] that are the heads' token embeddings: those of `config.token_table`, or of the other table
+    if these cannot be read. None if neither can."""
     names = {"lm_head": "lm_head", "input": "input embedding"}
     wanted = config.token_table
     for name in sorted(names, key=lambda name: name != wanted):
@@ -147,10 +148,10 @@ def token_table(config: HeadsConfig, target: PreTrainedModel, lm_head: nn.Module
 
 
 def device_of(target: PreTrainedModel, part: nn.Module | None = None) -> torch.device:
-    """Where `part` computes, or where the target's forward begins. Weights that are fetched for every forward are on
-    the meta device meanwhile, and their hooks know."""
+    """The device on which `part` computes; without `part`, the device on which the target's forward begins. Weights
+    that are fetched for every forward are on the meta device in between; then their hooks name the device."""
     part = target if part is None else part
-    first = next(part.parameters(), None)  # and no further: every step asks
+    first = next(part.parameters(), None)  # only the first, because every step calls this
     device = target.device if first is None else first.device
     if device.type == "meta":
         hooks = (getattr(module, "_hf_hook", None) for module in part.modules())
@@ -160,32 +161,33 @@ def device_of(target: PreTrainedModel, part: nn.Module | None = None) -> torch.d
 
 
 def come_and_go(modules: Iterable[nn.Module]) -> bool:
-    """Whether weights of any of them are fetched for every forward."""
+    """Whether weights of any of the modules are fetched for every forward."""
     return any(hasattr(module, "_hf_hook") for module in modules)
 
 
 def are_divided(weights: Iterable[torch.Tensor]) -> bool:
-    """Whether any of them is divided among processes (tensor parallel, FSDP, ZeRO)."""
+    """Whether any of the weights is divided among processes (tensor parallel, FSDP, ZeRO)."""
     return any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in weights)
 
 
 @torch.no_grad()
 def whole(module: nn.Module) -> nn.Module:
-    """The module itself; or, where its weights are divided among processes (tensor parallel, FSDP, ZeRO) or kept off
-    the device that computes with them, a copy with all of them in one piece there. Every process of the group has to
-    call it at the same time."""
+    """The module, or a copy with all its weights in one piece on the device that computes with them.
+
+    It is a copy if the weights are divided among processes (tensor parallel, FSDP, ZeRO) or are kept on another
+    device. Every process of the group has to call this at the same time."""
     modules = list(module.modules())
     weights = [weight for each in modules for weight in each.parameters(recurse=False)]
     are_elsewhere = any(weight.is_meta for weight in weights)
     if not (are_elsewhere or are_divided(weights)):
         return module
     if are_elsewhere and not come_and_go(modules):
-        return module  # a target without weights, for whoever asks what fits what
-    # FSDP puts two classes before it.
+        return module  # a target without weights, for callers that only compare shapes
+    # FSDP puts two classes before the module's own.
     kind: type[nn.Module] = type(module).__mro__[2] if hasattr(module, "reshard") else type(module)
     copied = kind.__new__(kind)
     vars(copied).update(vars(module))
-    # Nothing that divides, fetches or hooks goes with the copy.
+    # The copy gets none of the hooks, nor what divides or fetches weights.
     for name in ("forward", "_old_forward", "_hf_hook"):
         vars(copied).pop(name, None)
     copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -200,14 +202,14 @@ def whole(module: nn.Module) -> nn.Module:
 
 
 def _full(weight: torch.Tensor) -> torch.Tensor:
-    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # of a DTensor
+    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # a DTensor has this method
     return full.detach().clone()
 
 
 @contextlib.contextmanager
 def _in_one_piece(module: nn.Module) -> Iterator[None]:
-    """The module's own weights, where DeepSpeed divides them or accelerate fetches them for every forward."""
-    # Not by `import`: transformers asks for everything that a file of remote code imports.
+    """Within this context, weights of the module that DeepSpeed divides or accelerate fetches are in one piece."""
+    # Not by `import`: transformers requires every package that a file of remote code imports.
     weights = list(module.parameters(recurse=False))
     with contextlib.ExitStack() as stack:
         if any(hasattr(weight, "ds_id") for weight in weights):
@@ -219,12 +221,12 @@ def _in_one_piece(module: nn.Module) -> Iterator[None]:
 
 
 def is_plain(weight: Any) -> TypeGuard[torch.Tensor]:
-    """Whether these are the weights themselves, not the 4 or 8 bits (float8 too) that stand for them elsewhere."""
+    """Whether `weight` holds the numbers themselves, not a code of 4 or 8 bits (float8 too) for them."""
     return isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.element_size() > 1
 
 
 def readable_rows(module: nn.Module | None, vocab_size: int, width: int) -> torch.Tensor | None:
-    """[>= V, d] of a layer that holds them as they are."""
+    """The weight [>= V, d] of a layer, or None if it cannot be read or has another shape."""
     weight = plain_weight(module)
     if not is_plain(weight) or weight.ndim != 2:
         return None
@@ -232,7 +234,7 @@ def readable_rows(module: nn.Module | None, vocab_size: int, width: int) -> torc
 
 
 def fingerprint(rows: torch.Tensor) -> str:
-    """A short hash of a fixed sample of rows: the signs, which neither dtype nor light fine-tuning changes much."""
+    """A short hash of `rows`: the signs of a fixed sample. Neither dtype nor light fine-tuning changes many signs."""
     if rows.is_meta:
         return ""
     row = torch.linspace(0, rows.shape[0] - 1, FINGERPRINT_ROWS, dtype=torch.float32).long()
@@ -270,7 +272,8 @@ def check_fingerprint(config: HeadsConfig, actual: str) -> None:
 
 
 def _check_name(config: HeadsConfig, target: PreTrainedModel) -> None:
-    """Where there are no rows to compare. A folder may hold a copy of what has another name on the Hub."""
+    """Compare the targets' names, if there are no rows to compare. Only the last part of a path counts, and a
+    difference is only a warning: a folder may hold a copy of a model that has another name on the Hub."""
     made_for, actual = config.target_name_or_path or "", getattr(target, "name_or_path", None) or ""
     names = {os.path.basename(os.path.normpath(name)).lower() for name in (made_for, actual)}
     if made_for and actual and len(names) > 1:
@@ -292,7 +295,7 @@ def _logit_scaling(text_config: Any) -> tuple[float, float | None]:
 
 
 def gather_rows(lm_head: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """lm_head's rows `ids`, packed where it is."""
+    """lm_head's rows `ids` and their biases, packed if lm_head is. None if the rows cannot be read."""
     weight, bias = plain_weight(lm_head), getattr(lm_head, "bias", None)
     if not (type(lm_head) is nn.Linear or is_packed(lm_head)) or not is_plain(weight):
         return None

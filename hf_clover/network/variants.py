@@ -1,13 +1,13 @@
-"""What the variants of Clover heads are made of, and between which bounds a configuration may lie.
+"""The presets of the variants of Clover heads, and the bounds of each field of a configuration.
 
-Contract: tables, without code. A sibling of `configuration_clover.py` that travels to the Hub with it.
+Contract: tables, without code. This file is pushed to the Hub beside `configuration_clover.py`.
 """
 
 from typing import Any
 
-MODEL_TYPES = ("clover", "clover_eagle3")  # of the configurations of heads
+MODEL_TYPES = ("clover", "clover_eagle3")  # `model_type` of the configurations of heads
 
-# What each variant of the papers is made of. A field the user leaves at None takes its value from here.
+# The preset of each variant. A field that the user leaves at None takes its value from here.
 VARIANTS: dict[str, dict[str, Any]] = {
     "clover-x": {
         "num_heads": 5,
@@ -92,8 +92,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "draft_tree": ("global", "levels", "chain"),
 }
 
-# The smallest and the largest possible value. The largest are far above any model there is: a config that asks for
-# more is a mistake or an attack, not a model.
+# The smallest and the largest possible value of each field. The largest are far above any model there is: a config
+# with a larger one is a mistake or an attack.
 INTEGERS = {
     "hidden_size": (1, 1 << 17),
     "vocab_size": (2, 1 << 24),
@@ -144,7 +144,7 @@ SWITCHES = (
     "own_lm_head",
     "own_embedding",
 )
-MOST_PARAMETERS = 1 << 36  # where each size is possible, but not all of them together
+MOST_PARAMETERS = 1 << 36  # most parameters of heads: sizes may be possible one by one, but not together
 LONGEST_NAME = 1024
 
 

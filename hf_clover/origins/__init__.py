@@ -1,1 +1,1 @@
-"""How heads come to be: first weights from the target, or checkpoints that others made."""
+"""How heads are made: with first weights from the target, or from checkpoints that others published."""

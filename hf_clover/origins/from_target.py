@@ -1,9 +1,9 @@
 """Heads made from a target.
 
-Contract: bound `CloverHeads` on the target's device and in its dtype. For the papers' variants, a part of the target's
-last layer is copied where it corresponds to a part of the Augmenting Block; what does not correspond keeps its fresh
-initialisation and is named in one log line. Heads that read states from behind the final norm (clover-x) start fresh,
-and what they read is brought to one size.
+Contract: returns bound heads on the target's device and in its dtype. For the papers' variants, each part of the
+target's last layer that matches a part of the Augmenting Block is copied; other parts keep new random weights and are
+named in one log line. Heads that read states after the final norm (clover-x) start with new weights, and the states
+and embeddings that they read are scaled to one size.
 """
 
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ logger = logging.get_logger(__name__)
 
 Heads = TypeVar("Heads", bound=DraftHeads)
 
-COPIES = 15  # tokens of the text that new heads with recall put into their drafts where it repeats itself
+COPIES = 15  # `draft_copies` of new heads with recall: most tokens that a draft copies from earlier text
 
 
 def heads_from_target(cls: type[CloverHeads], target: nn.Module, variant: str, fields: dict[str, Any]) -> CloverHeads:
@@ -61,7 +61,7 @@ def heads_from_target(cls: type[CloverHeads], target: nn.Module, variant: str, f
 
 
 def eagle3_from_target(cls: type[Eagle3Heads], target: nn.Module, fields: dict[str, Any]) -> Eagle3Heads:
-    """Fresh ones, which read the layers that the paper reads and borrow lm_head and embedding."""
+    """New heads that read the layers which the paper reads, and borrow lm_head and embedding."""
     model = checked_target(target)
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
     source = LastLayer(model)
@@ -77,12 +77,12 @@ def eagle3_from_target(cls: type[Eagle3Heads], target: nn.Module, fields: dict[s
 
 
 def paper_layers(depth: int) -> list[int]:
-    """A low, a middle and a high one of so many layers, as EAGLE-3 takes them."""
+    """A low, a middle and a high one of `depth` layers, by EAGLE-3's rule."""
     return [min(2, depth), depth // 2, max(depth - 3, 0)]
 
 
 def checked_target(target: nn.Module) -> PreTrainedModel:
-    """The model that heads can be made from."""
+    """The model inside `target`, if heads can be made from it; otherwise raises."""
     model = unwrap(target)
     if model.config.is_encoder_decoder:
         raise ValueError(f"`target` is the encoder-decoder `{type(model).__name__}`: heads need a decoder-only model.")
@@ -96,7 +96,7 @@ def checked_target(target: nn.Module) -> PreTrainedModel:
 
 
 def placed(heads: Heads, model: PreTrainedModel) -> Heads:
-    """On the target's device, in its dtype, bound to it."""
+    """The heads, moved to the target's device and dtype and bound to it."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
     anchor = weight if isinstance(weight, torch.Tensor) else next(model.parameters())
     dtype = anchor.dtype if is_plain(anchor) else model.dtype
@@ -105,7 +105,7 @@ def placed(heads: Heads, model: PreTrainedModel) -> Heads:
 
 
 def identity_of(model: PreTrainedModel) -> dict[str, Any]:
-    """The fields that say which target this is."""
+    """The fields of a configuration that identify the target."""
     text_config = model.config.get_text_config(decoder=True)
     rows = readable_rows(model.get_output_embeddings(), text_config.vocab_size, text_config.hidden_size)
     name = getattr(model.config, "name_or_path", None) or getattr(model, "name_or_path", None)
@@ -120,18 +120,20 @@ def identity_of(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _balance(config: CloverConfig, model: PreTrainedModel, fields: dict[str, Any]) -> None:
-    """States and embeddings of size 1, where nobody said otherwise; the papers' variants take both as they are."""
+    """Set the scales that give states and embeddings size 1, unless `fields` has them. Called only for heads that read
+    states after the final norm; the papers' variants scale neither."""
     rows = token_table(config, model, model.get_output_embeddings())
     if "embedding_scale" not in fields and not config.normalize_embeddings and rows is not None:
         config.embedding_scale = embedding_scale(rows)
-    if "hidden_state_scale" not in fields and config.output_projector != "residual":  # which no norm follows
+    if "hidden_state_scale" not in fields and config.output_projector != "residual":  # no norm follows that one
         config.hidden_state_scale = hidden_state_scale(model)
 
 
 @torch.no_grad()
 def _start_norms(source: nn.Module | None, heads: CloverHeads) -> None:
-    """The closing norm and the norm before lm_head start as the target's final norm (its scale, for a LayerNorm).
-    States that come from behind it have its shape already, and start with its size alone."""
+    """Start the block's last norm and the norm before lm_head as the target's final norm (its scale, for a LayerNorm).
+
+    States read after the final norm already have its scale per dimension, so their norms start as one number."""
     for name in ("norm", "head_norm"):
         if hasattr(heads, name) and heads.config.normalize_hidden_states:
             getattr(heads, name).weight.fill_(1 / heads.config.hidden_state_scale)

@@ -1,9 +1,10 @@
-"""The target's last decoder layer, as far as it is a Llama-style layer, for the Augmenting Block to start from.
+"""The target's last decoder layer, as far as it is a Llama-style layer: the Augmenting Block starts as its copy.
 
-Contract: `LastLayer(target)` says what shape gives the block this layer's parts (`block_fields`) and copies them
-(`copy_into`). Parts of Llama's names and shapes are not yet Llama's: each half of the layer, attention and MLP, is
-tried, and is copied only where it then computes what the target computes. So sinks, other rotary embeddings, norms or
-residual streams start fresh, in architectures nobody thought of too. Changes nothing in the target.
+Contract: `LastLayer(target)` returns the config fields that give the block this layer's shape (`block_fields`) and
+copies its parts (`copy_into`). Names and shapes as in Llama do not prove that a part computes as in Llama. So each
+half of the layer, attention and MLP, is tried, and is copied only if the copy computes what the target computes.
+Attention sinks, other rotary embeddings, norms or residual streams therefore start with new weights, in unknown
+architectures too. Nothing in the target is changed.
 
 Shapes: T positions of the trial, d hidden size.
 """
@@ -26,9 +27,9 @@ from ..network.target_parts import find_decoder, is_plain
 
 # The public reference's layers always use this rotary base, whatever the target's rope settings are.
 REFERENCE_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-TRIAL_LENGTH = 6  # tokens: within any sliding window, which the Augmenting Block does not have
-# Of what a half adds to the residual stream. Between what quantised targets round on the way, a few percent, and what
-# another kind of layer changes, a quarter or more in every architecture seen.
+TRIAL_LENGTH = 6  # tokens of the trial; fewer than any sliding window, which the Augmenting Block does not have
+# Largest error, as a share of what a half adds to the residual stream. The rounding of quantised targets is a few
+# percent; another kind of layer differs by a quarter or more, in every architecture seen.
 TOLERANCE = 0.1
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]  # weight and bias
@@ -38,7 +39,7 @@ class LastLayer:
     @torch.no_grad()
     def __init__(self, target: PreTrainedModel) -> None:
         config = target.config.get_text_config(decoder=True)
-        # Where layers differ in more than their weights, each has its own config.
+        # If layers differ in more than their weights, each has its own config.
         self.config = config.per_layer_config[-1] if getattr(config, "is_heterogeneous", False) else config
         self.hidden_size = config.hidden_size
         _, layers, _ = find_decoder(target)
@@ -54,7 +55,7 @@ class LastLayer:
         # Two norms around each half (Gemma 2, OLMo 2) or a shared one (Phi, Cohere) mean another residual stream.
         extra_norms = any("feedforward" in name for name in children)
         self.is_sequential = self.attention_norm is not None and self.mlp_norm is not None and not extra_norms
-        self.residual_factor = getattr(layer, "residual_multiplier", 1.0)  # Granite's
+        self.residual_factor = getattr(layer, "residual_multiplier", 1.0)  # Granite has one
         self.use_rope = bool(getattr(self.attention, "use_rope", True))
         self.qkvo: dict[str, Linear] | None = None
         self.gate_up_down: dict[str, Linear] | None = None
@@ -66,7 +67,7 @@ class LastLayer:
     # ------------------------------------------------------------------ reading
 
     def _read_attention(self) -> dict[str, Linear] | None:
-        """q_proj, k_proj, v_proj and o_proj, fused projections split; None where it is another kind."""
+        """q_proj, k_proj, v_proj and o_proj, with fused projections split; None for another kind of attention."""
         module, rope = self.attention, self._rope()
         if module is None or not isinstance(rope.get("rope_theta", 1.0), int | float):
             return None
@@ -106,7 +107,8 @@ class LastLayer:
         return parts
 
     def _linear(self, module: Any) -> Linear | None:
-        """What a linear layer holds; a quantised or LoRA-wrapped one is read by what it does."""
+        """Weight and bias of a linear layer. For a quantised or LoRA-wrapped layer, they are computed from its
+        outputs."""
         weight, bias = plain_weight(module), getattr(module, "bias", None)
         if (type(module) is nn.Linear or is_packed(module)) and is_plain(weight):
             return weight.detach(), None if bias is None else bias.detach()
@@ -127,13 +129,13 @@ class LastLayer:
 
     @property
     def qk_norms(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """Norms of q and k where they are one per head dimension, as in Qwen 3."""
+        """Norms of q and k, if each has one weight per dimension of a head, as in Qwen 3; otherwise two None."""
         q_norm, k_norm = getattr(self.attention, "q_norm", None), getattr(self.attention, "k_norm", None)
         sizes = [getattr(getattr(norm, "weight", None), "shape", None) for norm in (q_norm, k_norm)]
         return (q_norm, k_norm) if all(size == (self.head_dim,) for size in sizes) else (None, None)
 
     def _rope(self) -> dict[str, Any]:
-        """The layer's rotary embedding; some targets have one per kind of layer."""
+        """Parameters of the layer's rotary embedding; some targets have one per kind of layer."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = getattr(self.config, "layer_types", None) or [None]
         return dict(rope.get(kinds[-1]) or rope)
@@ -143,7 +145,7 @@ class LastLayer:
     def _keep_what_computes_the_same(self, target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> None:
         try:
             before, between, after = _watch(target, layer, middle)  # [1, T, d] each
-        except Exception:  # it wants more than tokens, say: then what was read must do
+        except Exception:  # for example, the target needs more than tokens: then keep the parts untried
             return
         if self.qkvo is not None and not self._computes("attention", before, between):
             self.qkvo = None
@@ -160,7 +162,7 @@ class LastLayer:
         embedding = LlamaRotaryEmbedding(config).to(x.device)  # type: ignore[arg-type]  # it reads what any config has
         rope = embedding(x, torch.arange(x.shape[1], device=x.device)[None])
         actual, _ = layer.to(x.device, x.dtype)(x, rope, None, None)
-        # The first token is left out: what some targets keep in it drowns all else in rounding.
+        # The first token is left out: its state is so large in some targets that rounding hides the rest.
         error, change = (actual - expected)[:, 1:].float().norm(), (expected - x)[:, 1:].float().norm()
         rounding = 4 * torch.finfo(x.dtype).eps * expected[:, 1:].float().norm()
         return bool(error <= TOLERANCE * change + rounding)
@@ -195,7 +197,7 @@ class LastLayer:
         elif self.num_heads * self.head_dim != self.hidden_size and heads_divide:
             fields["head_dim"] = self.hidden_size // self.num_heads
         if fields["head_dim"] % 2:
-            fields["head_dim"] += 1  # rotary embeddings turn pairs
+            fields["head_dim"] += 1  # rotary embeddings need pairs
         if self.gate_up_down is not None:
             fields["intermediate_size"] = self.gate_up_down["gate_proj"][0].shape[0]
             fields["mlp_bias"] = self.gate_up_down["gate_proj"][1] is not None
@@ -203,7 +205,7 @@ class LastLayer:
 
     @torch.no_grad()
     def copy_into(self, heads: CloverHeads) -> list[str]:
-        """Copy into every layer of the block; returns what had to start fresh, in words."""
+        """Copy the layer into every layer of the block. Returns the parts that start with new weights, in words."""
         fresh: list[str] = []
         for layer in getattr(heads, "layers", ()):
             fresh = self._copy_into_layer(layer)
@@ -237,12 +239,12 @@ class LastLayer:
 
 
 def _head_count(hidden_size: int) -> int:
-    """Attention heads for a target that has none of its own: of size 64 where that divides."""
+    """Number of attention heads for a target without attention: heads of size 64 if that divides, otherwise one."""
     return hidden_size // 64 if hidden_size % 64 == 0 else 1
 
 
 def _times(factor: float, part: Linear) -> Linear:
-    """A linear layer that gives `factor` times as much: where a target multiplies there, ours need not."""
+    """A linear layer with `factor` times the output: targets may multiply after it, the Augmenting Block does not."""
     if math.isclose(factor, 1.0, rel_tol=1e-6):
         return part
     weight, bias = part
@@ -250,13 +252,13 @@ def _times(factor: float, part: Linear) -> Linear:
 
 
 def _shapes_match(parts: dict[str, Linear | None], wanted: dict[str, tuple[int, int]]) -> TypeGuard[dict[str, Linear]]:
-    """Whether all of `parts`, which are those of `wanted`, are there in these shapes."""
+    """Whether none of `parts` is None and each has the shape in `wanted`."""
     found = {name: None if part is None else tuple(part[0].shape) for name, part in parts.items()}
     return found == wanted
 
 
 def _copy_linears(parts: dict[str, Linear], module: nn.Module) -> bool:
-    """All of them or none: half a layer of the target is no layer."""
+    """Copy all `parts` into `module`, or none if one does not fit: half a layer computes nothing useful."""
     for name, (weight, bias) in parts.items():
         ours = getattr(module, name)
         if ours.weight.shape != weight.shape or (ours.bias is None and bias is not None):
@@ -271,7 +273,8 @@ def _copy_linears(parts: dict[str, Linear], module: nn.Module) -> bool:
 
 @torch.no_grad()
 def copy_norm(source: nn.Module | None, norm: nn.Module) -> None:
-    """The source's scale, read by what the module does: Gemma's norms multiply by 1 + weight."""
+    """Copy the scale of `source` to `norm`. A trial shows whether the source multiplies by its weight or, like
+    Gemma's norms, by 1 + weight."""
     weight = getattr(source, "weight", None)
     if source is None or weight is None or weight.is_meta or weight.shape != norm.weight.shape:
         return
@@ -283,7 +286,7 @@ def copy_norm(source: nn.Module | None, norm: nn.Module) -> None:
 
 
 def _watch(target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> list[torch.Tensor]:
-    """What goes into `layer`, what goes into its `middle`, and what comes out, for a short text: [1, T, d] each."""
+    """For a short text, the input of `layer`, the input of its part `middle`, and its output: [1, T, d] each."""
     seen: dict[str, torch.Tensor] = {}
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -306,7 +309,7 @@ def _watch(target: PreTrainedModel, layer: nn.Module, middle: nn.Module) -> list
 
 @contextmanager
 def evaluating(target: nn.Module) -> Iterator[None]:
-    """Without dropout, for the length of the block."""
+    """Within this block the target is in evaluation mode, without dropout."""
     modes = [(module, module.training) for module in target.modules()]
     target.eval()
     try:

@@ -1,11 +1,11 @@
-"""Heads by name, whoever made them: our own, and EAGLE-3 in the formats in which it is published.
+"""Load heads by name: our own, and EAGLE-3 heads in the formats in which others publish them.
 
-Contract: `load_heads` gives heads that are bound to their target and compute what their authors' code computes.
-Nothing is guessed: what a format leaves open and what does not fit is a `ValueError` that names it. Only safetensors
-is read, unless the caller allows a pickle, of which only tensors are taken then.
+Contract: `load_heads` returns heads that are bound to their target and compute what their authors' code computes.
+Nothing is guessed: if a format leaves something open, or something does not fit, a `ValueError` names it. Only
+safetensors files are read, unless the caller allows a pickle; then only tensors are taken from it.
 
-The formats: that of EAGLE's authors, SpecForge's and ModelOpt's, that of `speculators`, and DeepSpec's. They differ in
-names, in what they state, and in how layers are counted; the network is one.
+There are four formats: that of EAGLE's authors, that of SpecForge and ModelOpt, that of `speculators`, and DeepSpec's.
+They differ in names, in what they state, and in how they number layers. The network is the same in all of them.
 
 Shapes: V vocabulary, D draft vocabulary, d hidden size.
 """
@@ -32,9 +32,9 @@ from .from_target import COPIES, identity_of, paper_layers
 
 HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-# Where each format says what it is: the name it has in messages, and the prefix of its first layer's tensors.
+# The name of each format in messages.
 AUTHORS, SPECFORGE, SPECULATORS, DEEPSPEC = "EAGLE's own", "SpecForge's", "speculators'", "DeepSpec's"
-ROPE_BASE = 10000.0  # of every format, where it states none: never the target's
+ROPE_BASE = 10000.0  # rotary base in every format if none is stated; never the target's
 SKIPPED = ("t2d", "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")
 
 
@@ -53,17 +53,17 @@ def load_heads(
         name (`str` or `Path`):
             Id on the Hub, or folder.
         target (`PreTrainedModel`, *optional*):
-            The model they draft for. Without it, heads whose format leaves something for the target to say cannot be
-            loaded, and others are bound when `generate` first takes them.
+            The model that the heads draft for. Some formats need it to be loaded at all. Without it, other heads are
+            bound to the target of their first `generate`.
         layer_ids (`Sequence[int]`, *optional*):
-            Layers of the target that EAGLE-3 heads read, where their repository does not say it; counted as
-            transformers' `hidden_states` are.
+            Layers of the target that EAGLE-3 heads read, if their repository does not state them; numbered as in
+            transformers' `hidden_states`.
         allow_pickle (`bool`, *optional*, defaults to `False`):
-            Read a `pytorch_model.bin` where there is no safetensors file; only tensors are taken from it.
+            Whether to read a `pytorch_model.bin` if there is no safetensors file. Only tensors are taken from it.
         dtype (`torch.dtype`, *optional*):
-            Of the heads; the target's by default.
+            Dtype of the heads; the target's by default.
         hub_arguments:
-            `revision`, `token`, `cache_dir` and others of `from_pretrained`.
+            `revision`, `token`, `cache_dir` and other arguments of `from_pretrained`.
 
     Returns:
         `DraftHeads`: to be passed to `generate` as `assistant_model`
@@ -97,7 +97,7 @@ def load_heads(
 
 
 def _folder(name: str, allow_pickle: bool, hub_arguments: dict[str, Any]) -> Path:
-    """Where its files are, after a download of config and weights where they are on the Hub."""
+    """The folder of the files. For a repository on the Hub, config and weights are downloaded first."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser() / hub_arguments.get("subfolder", "")
     patterns = ["*.json", "*.safetensors", *(["*.bin"] if allow_pickle else [])]
@@ -106,7 +106,7 @@ def _folder(name: str, allow_pickle: bool, hub_arguments: dict[str, Any]) -> Pat
 
 
 def is_of_others(name: Any, hub_arguments: dict[str, Any]) -> bool:
-    """Whether heads of that name are in a format that is not ours."""
+    """Whether the heads `name` are in a format that is not ours."""
     return name is not None and _config_of(name, hub_arguments).get("model_type") not in MODEL_TYPES
 
 
@@ -119,7 +119,7 @@ def _config_of(name: Any, hub_arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(config: dict[str, Any], name: Any) -> str:
-    """Which of the EAGLE-3 formats it is."""
+    """The EAGLE-3 format of heads with this `config`."""
     kind, architectures = config.get("speculators_model_type"), config.get("architectures") or [None]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if kind == "eagle3":
@@ -159,9 +159,9 @@ def read_eagle3(
     wide = tensors["fc.weight"].shape[1] / len(fields["layer_ids"])
     if wide != fields["target_hidden_size"]:
         raise ValueError(
-            f"`{name}` fuses {tensors['fc.weight'].shape[1]} numbers (`fc.weight`), and layers {fields['layer_ids']} "
-            f"of a target with hidden size {fields['target_hidden_size']} are {len(fields['layer_ids'])} times as "
-            "many: pass the `layer_ids` and the target that these heads were trained with."
+            f"`{name}` fuses {tensors['fc.weight'].shape[1]} numbers (`fc.weight`), but layers {fields['layer_ids']} "
+            f"of a target with hidden size {fields['target_hidden_size']} have {len(fields['layer_ids'])} times the "
+            "hidden size: pass the `layer_ids` and the target that these heads were trained with."
         )
     ids = tensors.pop("draft_ids", None)
     with torch.device("meta"):
@@ -171,8 +171,8 @@ def read_eagle3(
     if (count := heads.config.draft_vocab_size) is not None:
         loaded["draft_ids"] = torch.arange(count) if ids is None else ids
     heads.load_state_dict(loaded, assign=True)
-    heads.rotary_emb = type(heads.rotary_emb)(heads.config)  # which no file has
-    for part in ("embed_tokens", "lm_head"):  # trained elsewhere, and kept as they are in further training
+    heads.rotary_emb = type(heads.rotary_emb)(heads.config)  # no file has its tensors
+    for part in ("embed_tokens", "lm_head"):  # trained by others; further training does not change them
         if hasattr(heads, part):
             getattr(heads, part).requires_grad_(False)
     return heads
@@ -182,7 +182,7 @@ def read_eagle3(
 
 
 def _tensors(folder: Path, allow_pickle: bool, name: str) -> dict[str, torch.Tensor]:
-    whole = folder / "model.safetensors"  # and else parts
+    whole = folder / "model.safetensors"  # otherwise there are parts
     safe = [whole] if whole.exists() else sorted(folder.glob("model-*.safetensors"))
     pickles = sorted(folder.glob("pytorch_model*.bin"))
     if not safe and not pickles:
@@ -202,7 +202,7 @@ def _tensors(folder: Path, allow_pickle: bool, name: str) -> dict[str, torch.Ten
 
 
 def _renamed(tensors: dict[str, torch.Tensor], config: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
-    """By our names, with `draft_ids` in place of offsets."""
+    """The tensors under our names, with `draft_ids` in place of offsets."""
     found = {}
     for key, value in tensors.items():
         key = key.removeprefix("model.")
@@ -217,17 +217,17 @@ def _renamed(tensors: dict[str, torch.Tensor], config: dict[str, Any], name: str
 
 
 def _draft_ids(offsets: torch.Tensor, mask: torch.Tensor | None, config: dict[str, Any], name: str) -> torch.Tensor:
-    """[D] The target's id of each draft id, of which `offsets` [D] say how far it lies above the draft id."""
+    """The target's id of each draft id [D]. `offsets` [D] is the target's id minus the draft id."""
     ids = torch.arange(len(offsets)) + offsets
     shape = config.get("transformer_layer_config") or config
     vocabulary = shape.get("vocab_size") or (int(ids.max()) + 1 if mask is None else len(mask))
     rises = bool((ids[1:] > ids[:-1]).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocabulary
     agrees = mask is None or (int(mask.bool().sum()) == len(ids) and rises and bool(mask.bool()[ids].all()))
     if not rises or not agrees:
-        problem = "they agree with its `t2d`" if rises else f"they rise from 0 to {vocabulary - 1} at most"
+        problem = "agree with its `t2d`" if rises else f"rise, and are from 0 to {vocabulary - 1}"
         raise ValueError(
-            f"`{name}` has a `d2t` that is no list of offsets: added to 0, 1, 2 and so on, ids should come of it such "
-            f"that {problem}, and {ids[:3].tolist()} to {int(ids[-1])} come. If it holds the target's ids themselves, "
+            f"`{name}` has a `d2t` that is not a list of offsets. Added to 0, 1, 2 and so on, it should give ids that "
+            f"{problem}; it gives {ids[:3].tolist()} to {int(ids[-1])}. If it holds the target's ids themselves, "
             "subtract `torch.arange(len(d2t))` from it and save it again."
         )
     return ids
@@ -251,7 +251,7 @@ def _check_tensors(heads: Eagle3Heads, tensors: dict[str, torch.Tensor], what: s
 
 
 def _without_copies(tensors: dict[str, torch.Tensor], model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Without an embedding or an lm_head that are the target's, bit for bit: those are borrowed."""
+    """The tensors, without an embedding or an lm_head that equals the target's bit for bit: those are borrowed."""
     parts = {"embed_tokens.weight": model.get_input_embeddings(), "lm_head.weight": model.get_output_embeddings()}
     kept = dict(tensors)
     for key, module in parts.items():
@@ -300,7 +300,8 @@ def _fields(form: str, config: dict[str, Any], tensors: dict[str, torch.Tensor],
         "norm_before_residual": bool(switches.get("norm_before_residual", False)),
         "norm_before_fc": bool(switches.get("norm_before_fc", False)),
         "fc_norm": bool(switches.get("fc_norm", False)),
-        # SpecForge means by it the norm before lm_head, which is always there, and goes on from before that.
+        # In SpecForge's format `norm_output` means the norm before lm_head, which is always there; drafts go on from
+        # the state before that norm.
         "norm_output": form == SPECULATORS and bool(switches.get("norm_output", False)),
         "draft_vocab_size": None if ids is None and scored == vocabulary else (scored if ids is None else len(ids)),
         "draft_copies": COPIES,
@@ -316,7 +317,7 @@ def _of(shape: dict[str, Any], field: str, name: str) -> Any:
 
 
 def _rope(shape: dict[str, Any]) -> dict[str, Any]:
-    """As transformers 5 has it, from that or from the two fields of before."""
+    """`rope_parameters` as in transformers 5, made from that field or from the two fields of earlier versions."""
     given = shape.get("rope_parameters")
     if given is None:
         given = {**(shape.get("rope_scaling") or {}), "rope_theta": shape.get("rope_theta") or ROPE_BASE}
@@ -333,11 +334,11 @@ def _verifier(config: dict[str, Any]) -> str | None:
 def _layers(
     form: str, config: dict[str, Any], model: PreTrainedModel | None, given: Sequence[int] | None, name: str
 ) -> list[int]:
-    """Which layers of the target are read, counted as `hidden_states` are."""
+    """The layers of the target that the heads read, numbered as in transformers' `hidden_states`."""
     nested = (config.get("eagle_config") or {}).get(LAYER_IDS)
     stated = config.get(LAYER_IDS) or nested
     if form == DEEPSPEC and config.get("target_layer_ids"):
-        stated = [one + 1 for one in config["target_layer_ids"]]  # counted as layers, whose outputs these are
+        stated = [one + 1 for one in config["target_layer_ids"]]  # numbers of layers, from 0
     if nested and stated != nested:
         raise ValueError(
             f"`{name}` says twice which layers of the target it reads, and differently ({stated} and {nested}): pass "
@@ -349,7 +350,7 @@ def _layers(
         return list(stated)
     _, layers, _ = (None, None, None) if model is None else find_decoder(model)
     rule = None if layers is None else paper_layers(len(layers))
-    if form == AUTHORS and rule is not None:  # who never state it: the rule is part of their format
+    if form == AUTHORS and rule is not None:  # they never state layers: the rule is part of their format
         return rule
     if form == AUTHORS:
         raise ValueError(f"`{name}`: pass `target=` too, since which layers are read follows from how many it has.")

@@ -1,7 +1,7 @@
 """Heads from a checkpoint of the papers' public reference.
 
-Contract: bound `CloverHeads` on the target's device, in the checkpoint's dtype. A tensor that the reference does not
-have, one that is missing, and a pickle that nobody allowed are refused.
+Contract: returns bound `CloverHeads` on the target's device, in the checkpoint's dtype. Unknown tensors, missing
+tensors, and a pickle without `allow_pickle` are refused.
 """
 
 import json
@@ -50,7 +50,7 @@ def heads_from_reference_checkpoint(
         raise ValueError(f"`{folder}` holds tensors that the reference does not have: {unknown[:5]}.")
     hidden_size, heads_count = written["hidden_size"], written["num_attention_heads"]
     identity, made_for = identity_of(model), written.get("_name_or_path")
-    if "lm_head.weight" in tensors:  # the checkpoint shows itself whose heads these are
+    if "lm_head.weight" in tensors:  # the checkpoint itself identifies its target
         identity["target_fingerprint"] = fingerprint(tensors["lm_head.weight"])
     config = CloverConfig(
         **{

@@ -1,1 +1,1 @@
-"""What every room asks of a target and of the libraries that run it."""
+"""What every room needs to know of a target and of the libraries that run it."""

@@ -1,7 +1,7 @@
-"""What heads read of a target's forward: hidden states, as hooks find them.
+"""Hooks that capture the hidden states of a target's forwards, for heads to read.
 
-Contract: within `capture_states`, each forward of this thread leaves one tensor. Nothing is changed in the target, and
-no hook outlives the last block that needs it.
+Contract: within `capture_states`, each forward of this thread appends one tensor. Nothing else in the target changes,
+and its hooks are removed with the last block that needs them.
 
 Shapes: B batch, T positions, d hidden size.
 """
@@ -22,9 +22,9 @@ from ..network.target_parts import find_decoder
 if TYPE_CHECKING:
     from ..network.modeling_heads import DraftHeads
 
-BEFORE_NORM = -1  # among layers: what enters the decoder's final norm
+BEFORE_NORM = -1  # as a layer's number: the input of the decoder's final norm
 
-# Of each target the hooks on these layers, while anybody listens.
+# For each target, the hooks on each tuple of layers, while some thread captures.
 _hooks: "WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], Hooks]]" = WeakKeyDictionary()
 _changing = threading.Lock()
 
@@ -33,14 +33,14 @@ _changing = threading.Lock()
 def capture_states(
     target: PreTrainedModel, captured: list[torch.Tensor], layers: Sequence[int] = ()
 ) -> Iterator[None]:
-    """Appends to `captured` what enters the decoder's final norm [B, T, d] (or, where it has none, what it returns).
-    With `layers`, the states of these side by side [B, T, len(layers) d]; they count as transformers' `hidden_states`
-    do: 0 is the embeddings, k what the k-th layer gives, and the last what comes out of the final norm; `BEFORE_NORM`
-    is what enters that.
+    """Appends to `captured` the input of the decoder's final norm [B, T, d], or its output if it has no final norm.
+    With `layers`, appends the states of these layers side by side [B, T, len(layers) d]. Layers are numbered as in
+    transformers' `hidden_states`: 0 is the embeddings, k the output of the k-th layer, and the last number the output
+    of the final norm; `BEFORE_NORM` is the input of that norm.
 
-    Other threads may run the same target meanwhile: only this thread's forwards count. All share one set of hooks,
-    which goes with the last of them: one that came or went while another thread's forward is traced for
-    `torch.compile` would break the guards being written.
+    Other threads may run the same target meanwhile: only this thread's forwards are captured. All threads share one
+    set of hooks, which is removed when the last thread has finished. Adding or removing a hook while `torch.compile`
+    traces another thread's forward would break the guards that it writes.
     """
     wanted = tuple(layers)
     with _changing:
@@ -58,17 +58,17 @@ def capture_states(
 
 
 def read_by(heads: "DraftHeads", states: torch.Tensor) -> torch.Tensor:
-    """Of states [..., a d] that have more behind what `heads` read, what they read."""
+    """The part of `states` [..., a d] that `heads` read, which is its first; more layers may follow."""
     return states[..., : len(heads.feature_layers) * heads.config.target_width or None]
 
 
 class Hooks:
-    """Those on a target's decoder, and who listens, in which thread."""
+    """The hooks on a target's decoder, and the list and thread of each listener."""
 
     def __init__(self, target: PreTrainedModel, wanted: tuple[int, ...]) -> None:
         decoder, layers, norm = find_decoder(target)
         self._listeners: dict[object, tuple[int, list[torch.Tensor]]] = {}
-        self._seen = threading.local()  # of each place what entered it last: some decoders norm the embeddings too
+        self._seen = threading.local()  # last input at each place: some decoders run their norm more than once
         self._wanted, self._has_norm = wanted, norm is not None
         self._depth = depth = 0 if layers is None else len(layers)
         numbered = set(wanted) - {BEFORE_NORM}
@@ -93,7 +93,7 @@ class Hooks:
         return key
 
     def remove(self, key: object) -> bool:
-        """Whether it was the last one, and the hooks are gone."""
+        """Remove a listener. True if it was the last one, and the hooks were removed too."""
         del self._listeners[key]
         if not self._listeners:
             for handle in self._handles:
@@ -116,7 +116,7 @@ class Hooks:
 
 
 def has_hooks_of_others(target: nn.Module) -> bool:
-    """Whether somebody else's code runs within its forward, which a graph would leave out."""
+    """Whether the target has hooks that are not ours. A CUDA graph would not run them."""
     for module in target.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if not isinstance(getattr(getattr(hook, "func", hook), "__self__", None), Hooks):

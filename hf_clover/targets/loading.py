@@ -1,7 +1,8 @@
-"""A target and its tokenizer by name: from the Hub, from a folder, or from a GGUF file in either.
+"""Load a target and its tokenizer by name: from the Hub, from a folder, or from a GGUF file in either.
 
-Contract: what transformers' `from_pretrained` gives. A GGUF is unpacked as it is loaded, since heads borrow rows of
-the target's weights and packed ones lend none; a file that cannot be read is a `ValueError` that says what is wrong.
+Contract: models and tokenizers are those of transformers' `from_pretrained`. A GGUF file is dequantised while it is
+loaded: heads borrow rows of the target's weights, and packed weights have no readable rows. A file that cannot be read
+raises a `ValueError` that says what is wrong.
 """
 
 import importlib.util
@@ -18,11 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 from transformers.utils import logging
 
 FILES = (".jsonl", ".json", ".txt", ".csv", ".parquet", ".gz", ".gguf", ".safetensors")
-READERS = ("gguf", "accelerate")  # what transformers needs for a GGUF file; the extra `gguf`
+READERS = ("gguf", "accelerate")  # packages that transformers needs to read a GGUF file; the extra `gguf`
 
 
 def load_target(name: str, gguf_file: str | None = None, **options: Any) -> PreTrainedModel:
-    """`options` are those of `from_pretrained`."""
+    """The model. `options` are those of `from_pretrained`."""
     if gguf_file is not None:
         options = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True), **options}
     with _reading(name, gguf_file):
@@ -39,7 +40,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None, **options: Any) -> P
 
 
 def hide_loading_bars() -> None:
-    """transformers' bars of reading and writing weights; the Hub's of downloads stay."""
+    """Hide transformers' progress bars for reading and writing weights. The Hub's bars for downloads stay."""
     were_off = are_progress_bars_disabled()
     logging.disable_progress_bar()  # the Hub's too
     if not were_off:
@@ -48,7 +49,7 @@ def hide_loading_bars() -> None:
 
 @contextmanager
 def hiding_bars() -> Iterator[None]:
-    """The same for the time of a block."""
+    """As `hide_loading_bars`, until the end of the block."""
     were_on = logging.is_progress_bar_enabled()
     hide_loading_bars()
     try:
@@ -62,20 +63,20 @@ def hiding_bars() -> Iterator[None]:
 
 
 def gguf_file_of(model: PreTrainedModel) -> str | None:
-    """The file that a target is from; where `from_pretrained` has packed it, its config says so."""
+    """The GGUF file that a target was loaded from, by `load_target` or by `from_pretrained`; None if there is none."""
     packed = getattr(getattr(model, "config", None), "quantization_config", None)
     return getattr(model, "gguf_file", None) or getattr(packed, "gguf_file", None)
 
 
 def check_path(name: "str | os.PathLike[str]", what: str) -> None:
-    """Refuse a path that leads nowhere, before the Hub is asked for it, again and again. `what`: the target, the heads
-    or the dataset."""
+    """Refuse a path that does not exist, before the Hub is asked for it several times. `what`: "target", "heads" or
+    "dataset"."""
     name = os.fspath(name)
     path = Path(name).expanduser()
     if path.exists() or "://" in name:
         return
     is_path = name.startswith((".", "/", "~", "\\")) or name.rstrip("/").count("/") > 1 or path.suffix in FILES
-    may_be_either = "/" in name and path.parent.is_dir()  # org/name, and a folder called org is here
+    may_be_either = "/" in name and path.parent.is_dir()  # org/name, while a folder called org is here
     if is_path or (may_be_either and not is_on_the_hub(name, "dataset" if what == "dataset" else "model")):
         raise ValueError(
             f"the {what} {name!r} is not here: there is no such file or folder. Check the spelling, or pass an id of "
@@ -84,7 +85,7 @@ def check_path(name: "str | os.PathLike[str]", what: str) -> None:
 
 
 def is_on_the_hub(name: str, repo_type: str) -> bool:
-    """Whether it is in the Hub's cache here or, by one request, on the Hub."""
+    """Whether the repository `name` is in the Hub's cache on this machine or on the Hub; makes at most one request."""
     cached = Path(constants.HF_HUB_CACHE, f"{repo_type}s--{name.replace('/', '--')}")
     if cached.is_dir():
         return True
@@ -92,7 +93,7 @@ def is_on_the_hub(name: str, repo_type: str) -> bool:
         return False
     try:
         HfApi().repo_info(name, repo_type=repo_type, timeout=5)
-    except Exception:  # it does not answer, or knows no such name
+    except Exception:  # the Hub does not answer, or has no such name
         return False
     return True
 

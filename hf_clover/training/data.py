@@ -1,8 +1,8 @@
-"""What training needs to know of a dataset: that it can be learned from, which ids it is made of, prompts to try.
+"""What training needs to know of a dataset: whether heads can learn from it, how often ids occur, prompts to try.
 
-Contract: functions of `datasets` datasets, map-style or streaming, before or after trl has tokenised them (columns
-`input_ids`, `labels` with -100 for what does not count, `seq_lengths` where documents are packed). This module knows
-no target, loss or trainer.
+Contract: functions of `datasets` datasets, map-style or streaming, before or after trl has tokenised them. Tokenised
+ones have the columns `input_ids`, `labels` (-100 at tokens that do not count) and, if documents are packed,
+`seq_lengths`. This module knows no target, loss or trainer.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,14 +21,14 @@ from ..targets.loading import check_path
 
 logger = logging.get_logger(__name__)
 
-SHORTEST = 3  # tokens: one whose state is used, one that is fed, one to predict
+SHORTEST = 3  # tokens of a sample, at least: one whose state is used, one that is fed, one to predict
 STREAM_SAMPLE = 10_000  # samples of a streaming dataset that are counted for the draft vocabulary
 
 
 def source_of(dataset: str) -> dict[str, str]:
-    """What `load_dataset` takes for a dataset of the Hub, a folder of files, or one file."""
+    """The arguments of `load_dataset` for a dataset on the Hub, a folder of files, or one file."""
     check_path(dataset, "dataset")
-    place = Path(dataset).absolute()  # datasets takes no ".", which a file's parent is where one stands
+    place = Path(dataset).absolute()  # `datasets` refuses ".", the parent of a file in the working folder
     if place.is_file():
         return {"path": str(place.parent), "data_files": place.name}
     return {"path": str(place) if place.is_dir() else dataset}
@@ -40,7 +40,7 @@ def source_of(dataset: str) -> dict[str, str]:
 def check_columns(
     dataset: Dataset | IterableDataset, name: str, text_field: str, formatting_func: Callable[[dict], str] | None
 ) -> None:
-    columns = set(dataset.column_names or next(iter(dataset)))  # a stream may not know its own
+    columns = set(dataset.column_names or next(iter(dataset)))  # a stream may not know its columns
     known = ({"input_ids"}, {"messages"}, {"conversations"}, {"prompt", "completion"}, {text_field})
     if formatting_func is None and not any(needed <= columns for needed in known):
         raise ValueError(
@@ -51,7 +51,7 @@ def check_columns(
 
 
 def check_lengths(dataset: Dataset | IterableDataset, name: str, num_heads: int) -> None:
-    """Raise where no sample is long enough for the last head. A stream cannot be known in advance."""
+    """Raise if no sample is long enough for the last head. Streams are not checked: their samples are not known."""
     if isinstance(dataset, IterableDataset):
         return
     needed, longest = num_heads + 2, 0
@@ -67,7 +67,7 @@ def check_lengths(dataset: Dataset | IterableDataset, name: str, num_heads: int)
 
 
 def drop_short_samples(dataset: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Without the samples that hold nothing for even the first head."""
+    """The dataset without samples that are too short even for the first head."""
     kept = dataset.filter(_is_long_enough, input_columns="input_ids")
     if isinstance(dataset, Dataset) and len(kept) < len(dataset):
         logger.warning(f"{len(dataset) - len(kept)} of {len(dataset)} samples are shorter than {SHORTEST} tokens.")
@@ -114,7 +114,7 @@ def set_draft_vocabulary(heads: DraftHeads, ids: torch.Tensor) -> None:
 
 
 def prompt_of(sample: dict[str, Any]) -> str | list[dict[str, Any]] | None:
-    """What a user would send, of a sample that is not tokenised: `prompt`, or the messages before the first answer."""
+    """The part of an untokenised sample that a user would send: `prompt`, or the messages before the first answer."""
     sample = maybe_convert_to_chatml(sample)
     if sample.get("prompt"):
         return sample["prompt"]
@@ -129,7 +129,7 @@ def prompt_of(sample: dict[str, Any]) -> str | list[dict[str, Any]] | None:
 
 
 def prompts_of(dataset: Dataset | IterableDataset, count: int) -> list[list[int]]:
-    """Token ids to continue, from tokenised samples: what stands before the first label, or else the first quarter."""
+    """Token ids to continue, from tokenised samples: the tokens before the first label, or else the first quarter."""
     prompts, are_cut = [], False
     for sample in islice(dataset, count):
         ids, labels = sample["input_ids"], sample["labels"]

@@ -1,9 +1,9 @@
-"""The first weights of new heads that learn while they are used: least squares in place of steps.
+"""The first weights of new heads that learn while they are used, by least squares.
 
-Contract: a `FirstFit` is told the texts that heads learn from. It fits the linear layer with which clover-x heads
-begin, so that it guesses the target's next state from the last state and the token after it, and writes the fitted
-weights where it is asked to. A fit of 2,000 tokens is worth more than steps over 10,000; beyond that steps are better.
-This module knows no optimizer and no thread.
+Contract: a `FirstFit` receives the texts that heads learn from. It fits the first layer of clover-x heads, which is
+linear, so that the layer predicts the target's next state from the last state and the next token. It writes the
+fitted weights into the heads. A fit of 2,000 tokens is worth more than learning steps over 10,000 tokens; after those
+the steps are better. This module knows no optimizer and no thread.
 
 Shapes: N positions of a document, d hidden size.
 """
@@ -18,8 +18,8 @@ from ..network.modeling_heads import DraftHeads
 from .lessons import Document
 
 FIRST = 1000  # tokens of the first fit
-GROWTH = 1.3  # times as many tokens as in the last fit, for the next one
-LAST = 10_000  # tokens from which on steps are better
+GROWTH = 1.3  # factor by which the number of tokens grows from one fit to the next
+LAST = 10_000  # tokens after which the layer is learned in steps, as all others are
 DAMPING = (
     200  # tokens that pull the weights to zero, as many as would double the mean square of an input at this count
 )
@@ -28,7 +28,7 @@ DAMPING = (
 class FirstFit:
     @classmethod
     def of(cls, heads: DraftHeads) -> "FirstFit | None":
-        """For new heads; None for heads that begin with another layer."""
+        """The fit of new heads; None if their first layer is not linear."""
         entry = getattr(heads, "entry_decoder", None)
         return cls(heads, entry) if isinstance(heads, CloverHeads) and isinstance(entry, EntryProjector) else None
 
@@ -62,7 +62,7 @@ class FirstFit:
 
     @torch.no_grad()
     def fit(self) -> bool:
-        """Where enough tokens have come since the last fit, write the weights into the heads. Whether it did."""
+        """Write fitted weights into the heads, if there are enough tokens for the next fit. Return whether it did."""
         if self.tokens < self.next_fit:
             return False
         self.next_fit = round(GROWTH * self.tokens)

@@ -1,11 +1,11 @@
-"""What heads can learn from a call of `generate`, kept for a while.
+"""The texts that heads learn from in use: recorded from calls of `generate`, and kept in memory.
 
-Contract: a `CallListener` hears one call, and gives at its end a `Document` for each row: the target's states and the
-token after each. `Lessons` holds the newest documents until they are learned from, and of all that came before a
-random part within a limit of bytes, drawn so that each of them had the same chance to stay (a reservoir), whatever
-kind of text came later. Nothing here reaches a disk. This module does not know losses, optimizers or threads.
+Contract: a `CallListener` records one call. At its end it makes a `Document` for each row: the target's states and the
+token after each. `Lessons` holds new documents until a step takes them. Of older documents it keeps a random sample
+within a limit of bytes; each had the same chance to stay (reservoir sampling), whatever kind of text came later.
+Nothing is written to disk. This module does not know losses, optimizers or threads.
 
-Shapes: N positions of a document, f numbers of a state, B batch, m new positions at most.
+Shapes: N positions of a document, f numbers of a state, B batch, k positions of one row in one part of a call.
 """
 
 import random
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from ..decoding.record import Speculation
     from ..decoding.target.base import Run
 
-SHORTEST = 4  # positions: of three there is one prediction, and nothing before it
-LONGEST = 2048  # positions that heads look at together, as in training
-SHARE_OF_OLD = 0.25  # of the tokens of a step
+SHORTEST = 4  # new positions of a piece, at least: three give one prediction, with nothing before it
+LONGEST = 2048  # positions of a piece, at most, as in training
+SHARE_OF_OLD = 0.25  # share of a step's tokens that comes from old documents
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text, as far as it has come."""
+    """One text, up to the end of its last turn."""
 
     states: torch.Tensor  # [N, f] bfloat16
     next_tokens: torch.Tensor  # [N]
-    known: int = 0  # of its first positions: they were learned from in an earlier turn
+    known: int = 0  # how many of its first positions belong to earlier turns, and were learned from then
 
     def __len__(self) -> int:
         return len(self.next_tokens)
 
     @property
     def new(self) -> int:
-        """Positions to learn from."""
+        """Number of positions to learn from."""
         return len(self) - self.known
 
     @property
@@ -48,13 +48,13 @@ class Document:
         return self.states.nbytes + self.next_tokens.nbytes
 
     def continued(self, later: "Document") -> "Document":
-        """This one with its next turn behind it."""
+        """This text, followed by its next turn."""
         states, tokens = (self.states, later.states), (self.next_tokens, later.next_tokens)
         return Document(torch.cat(states), torch.cat(tokens), known=len(self))
 
     def pieces(self) -> list["Document"]:
-        """What is to be learned, in pieces of at most `LONGEST` positions; before the first new one stands what fits
-        of the known ones."""
+        """The new positions, in pieces of at most `LONGEST`. The first piece begins with as many known positions as
+        fit into it."""
         start = max(self.known - max(LONGEST - self.new, 0), 0)
         parts = []
         for begin in range(start, len(self), LONGEST):
@@ -65,17 +65,17 @@ class Document:
         return parts
 
     def part_of(self, length: int, chance: random.Random) -> "Document":
-        """So many positions in a row, from anywhere."""
+        """`length` positions in a row, from a random place."""
         begin = chance.randrange(max(len(self) - length, 0) + 1)
         return Document(self.states[begin : begin + length], self.next_tokens[begin : begin + length])
 
     def kept(self) -> "Document":
-        """In memory of its own, on the CPU, all of it to be learned again."""
+        """A copy on the CPU, with no position known, so that all of it can be learned from again."""
         return Document(self.states.to("cpu", copy=True), self.next_tokens.to("cpu", copy=True))
 
 
 class CallListener:
-    """Hears one call of `generate`: copies of what is walked, and nothing that waits for a device."""
+    """Records one call of `generate`: copies states and tokens as they are accepted, and never waits for a device."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class CallListener:
         turns: "WeakKeyDictionary[Cache, tuple[int, list[Document]]]",
         at_end: Callable[[list[Document], "Speculation"], None],
     ) -> None:
-        """`turns`: the texts of conversations, by the cache that their next turn comes with; `at_end` gets the
+        """`turns`: the texts of conversations by their cache, which the next turn is called with. `at_end` gets the
         documents of the call."""
         known = turns.get(run.theirs) if run.known_columns else None
-        # An earlier turn may not have been heard, and the user may have cut the cache since.
+        # An earlier turn may not have been recorded, and the user may have cut the cache since.
         self._before = [] if known is None or known[0] != run.known_columns else known[1]
         self._turns, self._at_end = turns, at_end
         self._prompt_mask = run.prompt_mask  # [B, T] bool
@@ -96,11 +96,11 @@ class CallListener:
     def hear(
         self, hidden: torch.Tensor, next_tokens: torch.Tensor, counts: Sequence[int], rows: Sequence[int]
     ) -> None:
-        # Copies: in a graph the next step writes over both.
+        # Copies, because the next step of a CUDA graph overwrites both.
         self._parts.append((hidden.to(torch.bfloat16, copy=True), next_tokens.clone(), list(counts), list(rows)))
 
     def documents(self) -> list[Document]:
-        """Of each row of the call."""
+        """One document for each row of the call."""
         if self._documents is None:
             of_rows: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for hidden, tokens, counts, rows in self._parts:
@@ -126,34 +126,34 @@ class CallListener:
 
 
 class Lessons:
-    """Documents to learn from: new ones, and a random part of the old ones again."""
+    """Documents to learn from: new ones, and a random sample of old ones."""
 
     def __init__(self, most_bytes: int, most_new: int) -> None:
-        """`most_bytes`: of the old ones; `most_new`: tokens of the new ones that wait to be learned from."""
+        """`most_bytes`: limit of the old documents in bytes; `most_new`: limit of the new ones in tokens."""
         self.most_bytes, self.most_new = most_bytes, most_new
         self.new: deque[Document] = deque()
         self.old: list[Document] = []
-        self._came = 0  # documents that were to become old ones, whether or not they are still there
-        self._random = random.Random(0)  # of its own: sampling goes on as if nobody learned
+        self._came = 0  # documents that were ever offered as old ones, kept or not
+        self._random = random.Random(0)  # a generator of its own, so that learning does not change sampled tokens
 
     @property
     def nbytes(self) -> int:
-        """Of the old documents."""
+        """Bytes of the old documents."""
         return sum(document.nbytes for document in self.old)
 
     @property
     def waiting(self) -> int:
-        """Tokens of the new documents."""
+        """Number of tokens in the new documents."""
         return sum(document.new for document in self.new)
 
     def add(self, documents: Iterable[Document]) -> None:
         self.new.extend(piece for document in documents for piece in document.pieces())
-        while len(self.new) > 1 and self.waiting > self.most_new:  # more comes than is learned
+        while len(self.new) > 1 and self.waiting > self.most_new:  # more arrives than is learned
             self._keep(self.new.popleft())
 
     def take(self, tokens: int) -> tuple[list[Document], list[Document]]:
-        """For a step of about so many tokens, new documents and parts of old ones: a share at least, and more where
-        there is little new."""
+        """New documents, and parts of old ones, for a step of about `tokens` tokens. The old ones are a fixed share,
+        and more if there is little new text."""
         part = round(SHARE_OF_OLD * tokens)
         room = tokens - (part if self.old else 0)
         new: list[Document] = []
@@ -167,7 +167,7 @@ class Lessons:
         return new, old
 
     def _keep(self, document: Document) -> None:
-        """One more for the old ones."""
+        """Offer a document to the old ones, which keep it or not."""
         self._came += 1
         if self.nbytes + document.nbytes <= self.most_bytes:
             self.old.append(document.kept())
@@ -177,7 +177,7 @@ class Lessons:
                 self.old.pop(self._random.randrange(len(self.old)))
 
     def forget(self) -> None:
-        """The target is another now, and what it said before is wrong."""
+        """Drop all documents: the target has changed, so its earlier states are wrong."""
         self.new.clear()
         self.old.clear()
         self._came = 0

@@ -1,17 +1,18 @@
-"""What the heads are trained on: masks, losses and hits, as functions of tensors.
+"""The masks, losses and hits of training, as functions of tensors.
 
-Contract: `head_losses` charges each head for the positions of a batch and never holds more than a chunk of
-`[positions, vocabulary]` in memory, whatever the vocabulary: the target's distribution of a chunk is made once for all
-heads, and a chunk's gradient is taken while its logits are there, because the lm_head behind them is frozen. Only what
-may be drafted is scored, for the target as for the heads. `tests/training/test_losses.py` says the same in a few plain
-lines and compares the two in value and gradient.
+Contract: `head_losses` computes the loss of each head over the positions of a batch. It never holds more than a chunk
+of `[positions, vocabulary]` in memory, whatever the vocabulary. The target's distribution of a chunk is made once for
+all heads. A chunk's gradient is computed while its logits are in memory, which works because lm_head is frozen. Target
+and heads score only ids that may be drafted. `tests/training/test_losses.py` has the same loss in a few plain lines
+and compares the two in value and gradient.
 
 Alignment, everywhere: the batch has tokens x[0..T]; the heads see positions t = 0..T-1 (the target's state at t and
-the token x[t+1]). Head i at t predicts x[t+2+i], so it is compared with what the target says at position t+1+i.
+the token x[t+1]). Head i at t predicts x[t+2+i], so it is compared with the target's distribution at position t+1+i.
 
 This module does not know models, trainers, datasets or devices: the scoring function is passed in.
 
-Shapes: B batch, T positions, d hidden size, K heads, V vocabulary, D ids that may be drafted (V where all may).
+Shapes: B batch, T positions, d hidden size, K heads, V vocabulary, D ids that may be drafted (V if all may), C
+positions of a chunk.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 
 TOP_K = 5  # hits are counted from top-1 to top-5
 CHUNK_ELEMENTS = 1 << 25  # logits in one chunk: 128 MiB of float32, five times that at the peak
-MISSED = TOP_K  # the rank of a token that is not among the top-5
+MISSED = TOP_K  # rank of a token that is not among the top-5
 
 Score = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,14 +38,15 @@ def soft_cross_entropy(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def kl_divergence(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """Soft cross-entropy less its own minimum: the same gradient, and zero when nothing is left to learn."""
+    """Soft cross-entropy minus its smallest possible value: the same gradient, and zero for perfect heads."""
     return (torch.xlogy(p, p) - p * log_q).sum(-1)
 
 
 def acceptance(log_q: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """The negative log of the overlap, sum(min(p, q)): the probability that a token sampled from q is accepted.
 
-    The log makes the chances of a chain of tokens add up, and keeps the gradient alive where there is little overlap.
+    The log turns the product of a chain's probabilities into a sum, and keeps the gradient large if the overlap is
+    small.
     """
     return -torch.minimum(log_q.exp(), p).sum(-1).clamp(min=torch.finfo(p.dtype).tiny).log()
 
@@ -55,14 +57,14 @@ TOKEN_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
     "kl": kl_divergence,
     "acceptance": acceptance,
 }
-OF_THE_PAPERS = ("clover-2", "clover")  # charge every head everywhere; the others only where a draft would come to it
+OF_THE_PAPERS = ("clover-2", "clover")  # count every position; the other losses only those that a draft would reach
 
 
 # ------------------------------------------------------------------------------------------------ masks
 
 
 def prediction_mask(labels: torch.Tensor, position_ids: torch.Tensor | None, num_heads: int) -> torch.Tensor:
-    """labels [B, T+1] with -100 for what does not count -> [K, B, T]: which predictions of which head count.
+    """labels [B, T+1], -100 at tokens that do not count -> [K, B, T]: which predictions of each head count.
 
     With `position_ids` [B, T+1] that restart at every packed document, nothing is predicted across a boundary.
     """
@@ -87,7 +89,7 @@ def tokens_inside_nucleus(
     top_p: float = 0.8,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> torch.Tensor:
-    """[B, T+1, d], [B, T+1] -> [B, T]: whether x[t+1] is among what the target keeps at t under top-k and top-p."""
+    """[B, T+1, d], [B, T+1] -> [B, T]: whether x[t+1] is inside the target's top-k and top-p at position t."""
     tokens = input_ids[:, 1:]  # [B, T]
     states = target_states[:, :-1].reshape(tokens.numel(), -1)  # [B * T, d]
     inside = torch.empty(tokens.numel(), dtype=torch.bool, device=tokens.device)
@@ -115,10 +117,10 @@ def fed_tokens_mask(inside: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """One position of one head costs `hidden_weight * SmoothL1 + token_weight * TOKEN_LOSSES[token_loss]`.
+    """The loss of one position of one head: `hidden_weight * SmoothL1 + token_weight * TOKEN_LOSSES[token_loss]`.
 
-    `score` gives logits of the `vocab_size` ids that may be drafted [..., D]: of the heads, and, unless there is a
-    `target_score`, of the target, whose probabilities are those among these ids.
+    `score` returns the logits [..., D] of the `vocab_size` ids that may be drafted. It scores the heads, and also the
+    target unless there is a `target_score`. The target's probabilities are normalised over these ids.
     """
 
     score: Score
@@ -126,7 +128,7 @@ class LossTerms:
     token_loss: str = "clover-2"
     hidden_weight: float = 10.0
     token_weight: float = 1.0
-    target_score: Score | None = None  # of the target, where that is not the heads'
+    target_score: Score | None = None  # scores the target, if the heads have an lm_head of their own
 
 
 def head_losses(
@@ -137,24 +139,24 @@ def head_losses(
     draftable: torch.Tensor | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each head's loss summed over its positions, and where its guesses stood.
+    """Each head's loss summed over its positions, and the ranks of the target's choices.
 
-    A position costs nothing where the text goes on with a token that cannot be drafted. With `kl` and `acceptance` it
-    costs head i only where each head before it had the target's choice among its five best: elsewhere no draft comes
-    to head i, so there is nothing to learn, and in training nothing is computed.
+    The loss of a position is 0 if the text's next token cannot be drafted. With `kl` and `acceptance`, head i has a
+    loss only where each head before it had the target's choice among its five best. Elsewhere no draft reaches head i,
+    so there is nothing to learn; in training, nothing is computed there.
 
     Args:
         head_outputs: [K, B, T, d], what each head feeds into lm_head.
-        target_states: [B, T+1, d], what the target feeds into it (its hidden states after the final norm).
+        target_states: [B, T+1, d], what the target feeds into lm_head (its hidden states after the final norm).
         mask: [K, B, T], from `prediction_mask`.
-        terms: what a position costs.
+        terms: the loss of a position.
         draftable: [B, T+1], whether x[t] may be drafted; None: every token may.
-        chunk_elements: logits in one chunk.
+        chunk_elements: number of logits in one chunk.
 
     Returns:
         sums [K], differentiable in `head_outputs`, and ranks [K, B, T]: the place of the target's choice in the head's
-        order, 0 for a hit, `MISSED` from place 5 on, where the text's token cannot be drafted, and in training where
-        the head was not asked.
+        order, from 0 for a hit. The rank is `MISSED` from place 5 on, if the text's token cannot be drafted, and in
+        training where nothing was computed.
     """
     return _HeadLosses.apply(head_outputs, target_states, mask, terms, draftable, chunk_elements)
 
@@ -193,7 +195,7 @@ class _HeadLosses(torch.autograd.Function):
                 if terms.token_loss not in OF_THE_PAPERS:
                     asked = asked & (ranks[:head, source] < MISSED).all(0)
                 ranks[head, source] = MISSED
-                if needs_grad:  # where it is not asked, nothing is computed
+                if needs_grad:  # in training, compute only the positions that have a loss
                     counted, source, asked = counted[asked], source[asked], asked[asked]
                 with torch.set_grad_enabled(needs_grad):
                     x = outputs[head, source].requires_grad_(needs_grad)  # [N, d]
@@ -223,7 +225,7 @@ def _chunks(rows: torch.Tensor, vocab_size: int, chunk_elements: int) -> Iterato
 
 
 def _target_side(states: torch.Tensor, terms: LossTerms) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C, d] -> the target's probabilities of the ids [C, D], and its choice among them [C]."""
+    """[C, d] -> the target's probabilities of the ids that may be drafted [C, D], and its choice among them [C]."""
     logits = (terms.target_score or terms.score)(states)  # [C, D]
     return logits.softmax(-1, dtype=torch.float32), logits.argmax(-1)
 
@@ -244,7 +246,7 @@ def _rank(logits: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
 
 
 def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, decay: float) -> torch.Tensor:
-    """sums [K], counts [K] -> sum over heads of decay^i times the mean; a head without positions adds nothing."""
+    """sums [K], counts [K] -> the sum over heads of decay^i times the mean; a head without positions adds 0."""
     weights = decay ** torch.arange(sums.shape[0], device=sums.device, dtype=sums.dtype)  # [K]
     return (weights * sums / counts.clamp(min=1)).sum()
 
@@ -254,8 +256,8 @@ def weighted_loss(sums: torch.Tensor, counts: torch.Tensor, decay: float) -> tor
 
 @dataclass
 class HitCounts:
-    """How often the target's choice was in a head's top-k, by head and k; and the same where, at the same position
-    and k, all earlier heads were right too, which is what a draft needs."""
+    """How often the target's choice was in a head's top-k, by head and k. `*_given_earlier` count only positions where
+    all earlier heads had it in their top-k too, as a draft needs."""
 
     hits: torch.Tensor  # [K, TOP_K]
     total: torch.Tensor  # [K]
@@ -264,7 +266,7 @@ class HitCounts:
 
 
 def count_hits(ranks: torch.Tensor, mask: torch.Tensor) -> HitCounts:
-    """ranks, mask [K, B, T] -> counts."""
+    """ranks and mask [K, B, T] -> counts."""
     hit = (ranks[..., None] < torch.arange(1, TOP_K + 1, device=ranks.device)) & mask[..., None]  # [K, B, T, TOP_K]
     all_right = hit.int().cumprod(0).bool()  # [K, B, T, TOP_K]
     earlier_right = torch.cat((torch.ones_like(all_right[:1]), all_right[:-1])) & mask[..., None]

@@ -1,7 +1,7 @@
-"""What is logged about the heads between two log lines.
+"""The figures about heads that a log line shows.
 
-Contract: `HeadMetrics` adds up counts on the device, without waiting for it, and turns them into numbers once per log
-line, summed over all processes. It does not know models or trainers.
+Contract: `HeadMetrics` adds up counts on the device, without waiting for it. Once per log line it sums them over all
+processes and turns them into numbers. It does not know models or trainers.
 """
 
 import torch
@@ -11,10 +11,12 @@ from .losses import TOP_K, HitCounts
 
 
 class HeadMetrics:
-    """Per head i: `head_i/loss`, `head_i/top1` to `top5` (how often the target's own choice was among the head's k
-    best) and `head_i/top1_given_earlier` to `top5_given_earlier` (the same where all earlier heads had it among
-    theirs). `acceptance_length/top1` is the number of tokens per forward of the target that these imply for a chain
-    of drafts, `top5` that for a tree with five children everywhere.
+    """The metrics of each head, and the tokens per forward that they imply.
+
+    For head i: `head_i/loss`; `head_i/top1` to `top5`: how often the target's own choice was among the head's k best;
+    `head_i/top1_given_earlier` to `top5_given_earlier`: the same at positions where it was also among the k best of
+    all earlier heads. `acceptance_length/top1` is the number of tokens per forward of the target that these imply for
+    a chain of drafts; `acceptance_length/top5` is that for a tree in which every node has five children.
     """
 
     def __init__(self, num_heads: int) -> None:
@@ -25,7 +27,7 @@ class HeadMetrics:
         self._sums: torch.Tensor | None = None  # [K, columns]
 
     def update(self, loss_sums: torch.Tensor, counts: torch.Tensor, hits: HitCounts, num_tokens: torch.Tensor) -> None:
-        """Add a batch: losses [K] summed over `counts` [K] positions, its hits, and the tokens it was made of."""
+        """Add a batch: losses [K] summed over `counts` [K] positions, its hits, and its number of tokens."""
         columns = (
             loss_sums.detach()[:, None],
             counts[:, None],
@@ -39,7 +41,7 @@ class HeadMetrics:
         self._sums = batch if self._sums is None else self._sums + batch
 
     def compute(self, accelerator: Accelerator | None = None) -> tuple[dict[str, float], int]:
-        """The metrics since the last `reset`, and the tokens seen; nothing where there was no batch."""
+        """The metrics and the number of tokens since the last `reset`; no metrics and 0 if there was no batch."""
         if self._sums is None:
             return {}, 0
         sums = self._sums if accelerator is None else accelerator.reduce(self._sums, reduction="sum")

@@ -1,10 +1,10 @@
 """Heads that learn while they are used.
 
-Contract: while an `OnlineLearner` is open, each call of `generate` with its heads is heard: the target's states and
-the tokens after them, without a forward of its own. Between calls the heads learn from that, in at most a share of the
-time, with the trainer's losses and optimizer. Whatever happens to the learning, `generate` gives what it gives: a step
-that fails is dropped, or learning is off with one warning. Text and states stay in memory; weights, and what is needed
-to go on, are what a folder gets.
+Contract: while an `OnlineLearner` is open, it records each call of `generate` with its heads: the target's states and
+the tokens after them, without forwards of its own. Between calls the heads learn from these records, with the
+trainer's losses and optimizer. Learning takes at most a given share of the time. Learning never changes what
+`generate` returns: a step that fails is dropped, or learning is switched off with one warning. Text and states stay in
+memory; only weights, and the numbers that a later run needs to continue, are written to a folder.
 """
 
 import copy
@@ -51,40 +51,41 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-SHARE = 0.1  # of the time, for learning
-TOKENS = 300  # of a step
-LEAST = 75  # new tokens of a step where nobody waits for it
-MOST_NEW = 8 * TOKENS  # that wait to be learned from
+SHARE = 0.1  # share of the time for learning
+TOKENS = 300  # tokens of a step
+LEAST = 75  # least new tokens of a step while nobody waits for the machine
+MOST_NEW = 8 * TOKENS  # most new tokens that wait for a step; older ones go to the old documents
 ADAM_RATE, LONGEST_GRADIENT = 1e-3, 0.5
-RATE_OF_TRAINED = 0.15  # of the rates for new heads: at those, trained ones first forget what they know
-DRAFT_VOCABULARY = 8192  # ids that new heads score, where the target has at least twice as many
+RATE_OF_TRAINED = 0.15  # factor of the rates for trained heads: at the rates of new heads they forget at first
+DRAFT_VOCABULARY = 8192  # ids that new heads score, if the target has at least twice as many
 STEPS_BETWEEN_SAVES = 50
-REMEMBERED = 100_000  # tokens of the last texts, to copy drafts from
-WINDOW = 512  # generated tokens of one entry in the record of how drafting went
+REMEMBERED = 100_000  # tokens of the last texts that drafts are copied from
+WINDOW = 512  # generated tokens per entry in the record of tokens per forward
 RECORD = "learning.json"
 
 
 class OnlineLearner:
     """
-    Lets draft heads learn from what `generate` writes with them: no data, no training run, faster by the hour.
+    Lets draft heads learn from the prompts and answers of `generate`, without a dataset or a training run.
 
-    It is off unless it is asked for. Heads can remember what they learned from: who shares them shares that. Texts and
-    states stay in memory and are never written.
+    Heads learn only within this block. They can memorise the texts that they learn from; whoever shares the heads
+    shares these too. Texts and states stay in memory and are never written to disk.
 
     Args:
         heads ([`CloverHeads`] or other draft heads, *optional*):
-            Those that learn, in place. If `None`, they come from `folder`, or new ones are made.
+            The heads that learn; their weights change in place. If `None`, they are loaded from `folder`, or new heads
+            are made.
         target ([`~transformers.PreTrainedModel`]):
             The model that `generate` is called on.
         folder (`str` or `os.PathLike`, *optional*):
-            Where the heads are saved, every 50 steps and at the end, with what is needed to go on. Where it holds
-            heads already, learning goes on from them.
+            Folder in which the heads are saved every 50 steps and at the end, with all that a later run needs to
+            continue. If it already holds heads, learning continues from them.
         share (`float`, *optional*, defaults to 0.1):
-            Of the time, at most so much goes into learning, at the end of calls. With 0 heads learn while the
-            machine is `idle()` and when the block is left.
+            Largest share of the time that learning takes, at the end of calls. With 0, heads learn only within
+            `idle()` and at the end of the block.
         memory_bytes (`int`, *optional*, defaults to 256 MiB):
-            Of states of earlier texts, which are learned from again so that they are not forgotten. A token takes two
-            bytes for each number of the target's hidden size.
+            Most bytes for states of earlier texts. Heads learn from these again, so that they do not forget them. A
+            token takes two bytes for each number of the target's hidden size.
 
     Example:
 
@@ -121,19 +122,19 @@ class OnlineLearner:
         place_heads(self.heads, self.target)
         self.heads.bind(self.target)
         self.lessons = Lessons(memory_bytes, MOST_NEW)
-        self.tokens = self.steps = 0  # learned from; made
-        self.seconds = 0.0  # for which it was open before
-        self.record: list[dict[str, float]] = []  # how drafting went, a window after the other
+        self.tokens = self.steps = 0  # tokens learned from, and steps made
+        self.seconds = 0.0  # seconds for which it was open before
+        self.record: list[dict[str, float]] = []  # tokens per forward, one entry per window
         self._is_off = False
         self._lock, self._stepping = threading.Lock(), threading.Lock()
         self._turns: WeakKeyDictionary[Cache, tuple[int, list[Document]]] = WeakKeyDictionary()
         self._opened: float | None = None
-        self._spent = self._step_seconds = 0.0  # on learning since it was opened; on the last step
+        self._spent = self._step_seconds = 0.0  # seconds of learning since it was opened, and of the last step
         self._window = [0, 0]  # tokens and forwards that are in no entry of the record yet
         self._target_state: tuple = ()
         self._averaged = 0  # steps in the average
         config = self.heads.config
-        self._is_known = torch.zeros(config.vocab_size, dtype=torch.bool)  # that is in the draft vocabulary
+        self._is_known = torch.zeros(config.vocab_size, dtype=torch.bool)  # ids of the first draft vocabulary
         self._counts = torch.zeros(config.vocab_size, dtype=torch.long)  # how often each id was emitted
         is_trained = bool(self.heads.name_or_path)
         self.pace = Pace(rate_then=RATE_OF_TRAINED if is_trained else 1.0)
@@ -145,7 +146,7 @@ class OnlineLearner:
     # ------------------------------------------------------------------ what learns
 
     def _make_student(self) -> None:
-        """The weights that steps change, and the average of them that drafts are made with."""
+        """Make the student, whose weights steps change, and the average of its weights, which drafts are made with."""
         self.student = copy.deepcopy(self.heads).float().train().requires_grad_(True)
         self.teacher = Teacher(self.target, self.student)
         self._lend_plainly()
@@ -167,7 +168,7 @@ class OnlineLearner:
             group["initial_lr"] = group["lr"]
 
     def _lend_plainly(self) -> None:
-        """What the student borrows, as it can be differentiated through: packed weights cannot."""
+        """Lend the student plain weights: packed ones cannot be differentiated through."""
         borrowed, ids = self.student.borrowed, getattr(self.student, "draft_ids", None)
         if not is_packed(borrowed.lm_head):
             self.teacher.refresh_draft_vocabulary()
@@ -183,7 +184,7 @@ class OnlineLearner:
     def __enter__(self) -> Self:
         other = self.heads.learner
         if other is not None:
-            raise ValueError("`heads` learn already: leave the other `OnlineLearner`'s block before this one's.")
+            raise ValueError("`heads` are learning already: leave the block of their other `OnlineLearner` first.")
         distributed = torch.distributed
         processes = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if processes > 1:
@@ -212,11 +213,11 @@ class OnlineLearner:
 
     @property
     def _seconds_open(self) -> float:
-        """For which it has been open, now and before."""
+        """Seconds for which it has been open, now and before."""
         return self.seconds + (0.0 if self._opened is None else clock() - self._opened)
 
     def listen(self, run: "Run") -> CallListener:
-        """The decoding asks once a call for who hears it."""
+        """A listener for one call of `generate`; decoding calls this once per call."""
         if unwrap(run.target) is not self.target:
             raise ValueError(
                 "`assistant_model` learns from another target: its `OnlineLearner` was made for a "
@@ -252,7 +253,7 @@ class OnlineLearner:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """For a block in which nobody waits for the machine: heads learn there, in a thread, from what has come."""
+        """A block in which nobody waits for the machine: heads learn from the recorded texts, in a thread."""
         is_over = threading.Event()
 
         def learn() -> None:
@@ -270,11 +271,11 @@ class OnlineLearner:
     # ------------------------------------------------------------------ a step
 
     def idle_step(self) -> bool:
-        """`step`, for a time in which nobody waits: little new text is enough, and old text fills the step up."""
+        """As `step`, while nobody waits for the machine: little new text is enough, and old text fills the step."""
         return self.step(LEAST)
 
     def step(self, least: int | None = None) -> bool:
-        """One step of learning, where enough new tokens have come for it, or `least`. Whether there was one."""
+        """Make a step if at least `least` new tokens wait (600 by default). True if there was a step."""
         if self._is_off or not self._stepping.acquire(blocking=False):
             return False
         try:
@@ -290,7 +291,7 @@ class OnlineLearner:
             self._step_seconds = clock() - started
             self._spent += self._step_seconds
             return True
-        except RuntimeError as error:  # of which `torch.OutOfMemoryError` is one
+        except RuntimeError as error:  # `torch.OutOfMemoryError` is one
             self._is_off = True
             self.lessons.forget()
             self.optimizer.zero_grad(set_to_none=True)
@@ -306,7 +307,7 @@ class OnlineLearner:
         if self.first_fit is not None and not self._fit(self.first_fit, new):
             self.tokens += sum(document.new for document in new)
             return
-        self.optimizer.zero_grad(set_to_none=True)  # of a step that Ctrl-C broke off
+        self.optimizer.zero_grad(set_to_none=True)  # Ctrl-C may have left gradients of an unfinished step
         with torch.inference_mode(False), torch.enable_grad():
             loss = self._loss([*new, *old])
             loss.backward()
@@ -328,13 +329,13 @@ class OnlineLearner:
                 self.save()
             except OSError as error:
                 logger.warning(
-                    f"The heads that learn were not saved: {error} They will be, where there is room again."
+                    f"The heads that learn were not saved: {error} They will be saved as soon as that is possible."
                 )
 
     @torch.no_grad()
     def _fit(self, first_fit: FirstFit, documents: list[Document]) -> bool:
-        """The first layer of new heads by least squares. Whether steps may begin, which leave that layer as it is
-        until fits are over."""
+        """Fit the first layer of new heads by least squares. Return whether steps may begin; they leave that layer
+        alone until the last fit."""
         first_fit.add(documents)
         is_new = first_fit.fit()
         fitted = dict(self.heads.named_parameters())
@@ -349,13 +350,13 @@ class OnlineLearner:
         return first_fit.has_fitted
 
     def _look(self, documents: list[Document]) -> None:
-        """What the text costs, without learning from it."""
+        """Note the loss of the text, without learning from it."""
         with torch.inference_mode(False), torch.no_grad():
             self._note(self._loss(documents).item())
 
     def _loss(self, documents: list[Document]) -> torch.Tensor:
         batch = batch_of(documents, self.heads.device)
-        states = batch.pop("hidden_states").clone()  # of `inference_mode`, none could be learned from
+        states = batch.pop("hidden_states").clone()  # tensors of `inference_mode` cannot be learned from
         final_states = self.teacher.final_states(states)
         config = self.student.config
         mask = prediction_mask(batch["labels"], batch["position_ids"], config.num_heads)  # [K, 1, S]
@@ -365,11 +366,11 @@ class OnlineLearner:
         return weighted_loss(sums, mask.sum((1, 2)), config.loss_decay)
 
     def _note(self, cost: float) -> None:
-        if self.pace.note(cost):  # the text has changed its kind: an average over what was before would not follow
+        if self.pace.note(cost):  # the kind of text has changed: an average over earlier steps would lag behind
             self._averaged = 0
 
     def _drop_step(self) -> None:
-        """The gradient is not finite: the weights go back to the last good average."""
+        """Set the weights back to the last average, because the gradient is not finite."""
         logger.warning_once("A learning step gave NaN and was dropped; the heads are as they were before it.")
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -378,8 +379,8 @@ class OnlineLearner:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Drafts are made with an average over about the last third of the steps, written where the heads' weights
-        are, so that graphs stay valid."""
+        """Update the weights that drafts are made with: an average over about the last third of the steps. It is
+        written in place, so that CUDA graphs stay valid."""
         self._averaged += 1
         newest = 3 / (self._averaged + 2)
         parameters = zip(self.heads.parameters(), self.average.values(), self.student.parameters(), strict=True)
@@ -391,13 +392,13 @@ class OnlineLearner:
 
     @torch.no_grad()
     def exchange_ids(self) -> int:
-        """The draft vocabulary takes in what was emitted more often than ids that it has. How many are new in it.
+        """Put the ids that were emitted most often into the draft vocabulary. Returns how many of its ids are new.
 
-        What it begins with counts as emitted once, so that one odd token takes no place.
+        Each id of the first vocabulary counts as emitted once more, so that one rare token does not replace it.
         """
         heads = self.heads
         if heads.config.draft_vocab_size is None or getattr(heads, "lm_head", None) is not None:
-            return 0  # with an lm_head of their own, its rows belong to the ids
+            return 0  # the rows of the heads' own lm_head belong to its ids
         if not self._is_known.any():
             self._is_known[heads.draft_ids.cpu()] = True
         counts = self._counts + self._is_known
@@ -414,7 +415,7 @@ class OnlineLearner:
 
     @property
     def tokens_per_forward(self) -> float | None:
-        """Of the last window."""
+        """Tokens per forward in the last window; None before the first window has ended."""
         return self.record[-1]["tokens_per_forward"] if self.record else None
 
     def __str__(self) -> str:
@@ -447,7 +448,7 @@ class OnlineLearner:
 
     @torch.no_grad()
     def _go_on(self, is_given: bool) -> None:
-        """From what the folder holds."""
+        """Continue from the state in the folder."""
         assert self.folder is not None
         if is_given:
             stored = self._heads_of_folder().state_dict()
@@ -459,7 +460,7 @@ class OnlineLearner:
                 )
             self.heads.load_state_dict(stored)
         path = self.folder / LEARNER
-        if not path.exists():  # heads that were trained in another way
+        if not path.exists():  # these heads were trained in another way
             self._make_student()
             return
         try:
@@ -484,12 +485,13 @@ class OnlineLearner:
         self.record = json.loads(record.read_text())["record"] if record.exists() else []
 
     def save(self) -> None:
-        """What a kill would lose is what came after this. Each file is there whole, or as it was before."""
+        """Write heads, learning state and record to the folder. Each file is replaced as a whole, so a kill leaves
+        either the new version or the old one."""
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         beside = self.folder / ".saving"
-        shutil.rmtree(beside, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(beside, ignore_errors=True)  # a killed process may have left it
         with hiding_bars():
             self.heads.save_pretrained(beside)
         files = [file for file in beside.rglob("*") if file.is_file()]
@@ -503,7 +505,7 @@ class OnlineLearner:
         with writing_whole(self.folder / RECORD) as unfinished:
             unfinished.write_text(json.dumps({"kind": "online learning", "record": self.record}, indent=1) + "\n")
         settings = {"learned": "while it was used", "share": self.share, "tokens_per_step": TOKENS}
-        about = {name: value for name, value in provenance().items() if name != "command"}  # a prompt may be in that
+        about = {name: value for name, value in provenance().items() if name != "command"}  # it may hold a prompt
         training = {"steps": self.steps, "tokens": self.tokens, "settings": settings, **about}
         write_results(self.folder, training=training)
         write_card(self.folder)
@@ -524,8 +526,8 @@ class OnlineLearner:
 
 
 def new_heads(target: PreTrainedModel) -> DraftHeads:
-    """New heads, which score the frequent ids alone where the vocabulary is large. Tokenizers number their merges in
-    the order of how frequent they were (BPE), or sort their pieces by it (Unigram): the lowest ids."""
+    """New heads. If the target's vocabulary is large, they score only its lowest ids, which are the frequent ones:
+    tokenizers number merges (BPE) or pieces (Unigram) in order of frequency."""
     size = target.config.get_text_config(decoder=True).vocab_size
     with torch.random.fork_rng():
         return CloverHeads.from_target(
@@ -534,18 +536,18 @@ def new_heads(target: PreTrainedModel) -> DraftHeads:
 
 
 def state_of(target: PreTrainedModel) -> tuple:
-    """What tells whether a target still says what it said."""
+    """Weight versions and active adapters: if this value is unchanged, the target computes the same as before."""
     weights = ((id(weight), 0 if weight.is_inference() else weight._version) for weight in target.parameters())
     return tuple(weights), adapters_on(target)
 
 
 def batch_of(documents: list[Document], device: torch.device) -> dict[str, torch.Tensor]:
-    """Documents behind each other in one row, as the trainer packs them: `input_ids`, `labels`, `position_ids` [1, S]
-    and `hidden_states` [1, S, f]."""
+    """Documents one after the other in one row, as the trainer packs them: `input_ids`, `labels`, `position_ids`
+    [1, S] and `hidden_states` [1, S, f]."""
     ids, labels, positions = [], [], []
     for document in documents:
         tokens = document.next_tokens.to(device)
-        own = torch.cat((tokens[:1] * 0, tokens[:-1]))  # [N]; of the first nothing is asked
+        own = torch.cat((tokens[:1] * 0, tokens[:-1]))  # [N]; the first one is never read
         ids.append(own)
         labels.append(torch.where(torch.arange(len(own), device=device) > document.known, own, -100))
         positions.append(torch.arange(len(own), device=device))

@@ -1,8 +1,8 @@
 """Muon for the matrices of heads, AdamW for everything else, as one optimizer.
 
-Contract: `MuonAndAdamW` is to a trainer, a schedule and a checkpoint what any `torch.optim.Optimizer` is. A step of
-Muon changes what a matrix does to any input by about its learning rate, whatever the matrix's size, so that one rate
-holds for small targets and for large ones. This module does not know heads or trainers.
+Contract: trainers, schedules and checkpoints use `MuonAndAdamW` like any `torch.optim.Optimizer`. A step of Muon
+changes a matrix's output for any input by about the learning rate, whatever the matrix's size. So one rate works for
+small and for large targets. This module does not know heads or trainers.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,24 +14,24 @@ from torch import nn
 from ..network.packing import multiplies_bfloat16_fast
 
 HAS_MUON = hasattr(torch.optim, "Muon")  # torch 2.9 and later
-# By measure, on two targets with 40, 400 and 4,000 steps (examples/experiments). A step moves a matrix by its rate at
-# most: a run too short to get away from where it started takes larger ones. The decay keeps the matrices of a long run
-# from growing until steps change nothing.
+# Measured on two targets with 40, 400 and 4,000 steps (examples/experiments). A step moves a matrix by at most the
+# rate, so short runs need larger rates to move far enough. Without the decay, the matrices of a long run grow until
+# steps change nothing.
 MUON_RATE, MUON_DECAY = 0.02, 0.1
 FULL_RUN, MOST_TIMES = 400, 4.0
-# Whose matrices are trained with Muon where the user does not say; the papers' are trained with AdamW.
+# Whether matrices of a variant are trained with Muon by default. The papers' variants are trained with AdamW.
 WITH_MUON = {"clover-x": True, "clover-2": False, "clover": False, "medusa": False, "eagle-3": True}
 
 
 def muon_rate(steps: int) -> float:
-    """For a run of so many steps."""
+    """Muon's default learning rate for a run of `steps` steps."""
     return MUON_RATE * min(max((FULL_RUN / max(steps, 1)) ** 0.5, 1.0), MOST_TIMES)
 
 
 def orthogonalized(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """torch's Newton-Schulz iteration, in the precision of `matrix` [m, n]: its singular values become about 1."""
+    """`matrix` [m, n] with singular values of about 1: torch's Newton-Schulz iteration, in the matrix's precision."""
     a, b, c = coefficients
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm().clamp(min=eps)
@@ -42,7 +42,7 @@ def orthogonalized(
 
 
 class Muon(torch.optim.Muon if HAS_MUON else torch.optim.Optimizer):  # type: ignore[misc]
-    """torch's, which always iterates in bfloat16; where the device has to emulate that, the same in float32."""
+    """torch's Muon, which iterates in bfloat16. On devices that have to emulate bfloat16 it iterates in float32."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -72,11 +72,11 @@ class Muon(torch.optim.Muon if HAS_MUON else torch.optim.Optimizer):  # type: ig
 class MuonAndAdamW(torch.optim.Optimizer):
     """
     Args:
-        params: parameters, or groups of them, each of which may have a `weight_decay` of its own. What has two
-            dimensions is Muon's.
-        lr, betas, eps: AdamW's.
-        muon_lr, momentum: Muon's.
-        weight_decay: of both, where a group does not say otherwise.
+        params: parameters, or groups of them; each group may have its own `weight_decay`. Muon trains the parameters
+            with two dimensions, AdamW the others.
+        lr, betas, eps: for AdamW.
+        muon_lr, momentum: for Muon.
+        weight_decay: for both, unless a group has its own.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                     group["lr"] = rate
 
     def _share_groups(self) -> None:
-        """The parts' groups are this optimizer's own: what a schedule changes here, it changes there."""
+        """Use the groups of the parts as this optimizer's own, so that a schedule changes them in both."""
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def _chosen(groups: list[dict[str, Any]], wanted: Callable[[nn.Parameter], bool]) -> list[dict[str, Any]]:
-    """The groups with only those of their parameters that are `wanted`, and no group without any."""
+    """The groups, reduced to the parameters that are `wanted`; groups without any are left out."""
     chosen = [
         {**group, "params": [parameter for parameter in group["params"] if wanted(parameter)]} for group in groups
     ]

@@ -1,41 +1,41 @@
-"""How fast heads learn while they are used: at full rate, slower as gains flatten, or not at all.
+"""How fast heads learn while they are used: at full rate, slower as the loss stops falling, or not at all.
 
-Contract: `Pace.note` is told what the text of each step cost before the step, and `Pace.rate` says by how much the
-rates of a step are multiplied. Where learning brings nothing any more it rests, looks at a part of what comes
-(`Pace.looks`), and begins again at full rate where the text costs more than it did. This module knows numbers alone.
+Contract: the caller passes the loss of each step, computed before the weights change, to `Pace.note`. `Pace.rate` is
+the factor of the learning rates. When the loss stops falling, learning rests: it only measures the loss of some new
+texts (`Pace.looks`). It begins again at full rate when that loss rises. This module knows only numbers.
 """
 
 from dataclasses import dataclass, field
 
 WARM_UP = 10  # steps until the full rate
-PERIOD = 80  # steps that are compared with the steps before them
-FLAT = 0.01  # share by which the cost has to fall from one period to the next, or the rate is halved
-LOWEST = 1 / 16  # a rate below which learning rests
-LOOK_EVERY = 10  # steps, while it rests: to see whether the text has changed its kind
-LOOKS = 4  # that are taken together
-CHANGED = 1.1  # times what the text cost when the rest began
+PERIOD = 80  # steps per period; the mean loss of each is compared with that of the period before
+FLAT = 0.01  # least share by which the loss has to fall from period to period; otherwise the rate is halved
+LOWEST = 1 / 16  # lowest rate; below it learning rests
+LOOK_EVERY = 10  # steps per look, while learning rests: a look measures the loss of a text
+LOOKS = 4  # looks per average
+CHANGED = 1.1  # learning begins again when the loss is this many times what it was when the rest began
 
 
 @dataclass
 class Pace:
-    rate_then: float = 1.0  # after the warm-up
-    steps: int = 0  # since it began, or began again
+    rate_then: float = 1.0  # rate after the warm-up
+    steps: int = 0  # steps since learning began, or began again
     is_resting: bool = False
-    passed: int = 0  # steps of this rest, looked at or not
-    before: float | None = None  # mean cost of the last period
-    costs: list[float] = field(default_factory=list)  # of this period
+    passed: int = 0  # steps of this rest, with a look or without
+    before: float | None = None  # mean loss of the last period
+    costs: list[float] = field(default_factory=list)  # losses of this period
 
     @property
     def rate(self) -> float:
         return self.rate_then * min((self.steps + 1) / WARM_UP, 1.0)
 
     def looks(self) -> bool:
-        """While it rests: whether this step's text is looked at."""
+        """While learning rests: whether to measure the loss of this step's text."""
         self.passed += 1
         return self.passed % LOOK_EVERY == 0
 
     def note(self, cost: float) -> bool:
-        """After a step, or a look. Whether learning begins again."""
+        """Note the loss of a step or of a look. True if learning begins again."""
         self.steps += not self.is_resting
         self.costs.append(cost)
         if len(self.costs) < (LOOKS if self.is_resting else PERIOD):

@@ -1,9 +1,9 @@
 """The target's hidden states on disk, so that epochs and runs after the first need no pass of the target.
 
 Contract: `precompute_targets` gives a tokenised dataset the column `hidden_states`: per sample the bytes of the states
-[T, d] before the target's final norm, in bfloat16, so that what training computes from them equals online training to
-that rounding. The states lie in `folder` as shards, each a `datasets` folder, written by all processes; an interrupted
-pass goes on after its last finished shard. This module knows the target as something that turns a batch into states.
+[T, d] before the target's final norm, in bfloat16. Training from them equals online training, except for that
+rounding. The states are in `folder` as shards, each a `datasets` folder, written by all processes. An interrupted pass
+continues after its last finished shard. For this module, a target is an object that turns a batch into states.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ COLUMN = "hidden_states"
 
 
 class Target(Protocol):
-    """What is asked of the target here; `teacher.Teacher` is one."""
+    """The methods of a target that this module calls; `teacher.Teacher` has them."""
 
     heads: Any
 
     @property
     def state_size(self) -> int:
-        """Numbers kept for a token."""
+        """Number of numbers that are kept per token."""
 
     def hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor: ...
 
@@ -52,27 +52,27 @@ def precompute_targets(
     accelerator: Accelerator,
     shard_bytes: int = SHARD_BYTES,
 ) -> Dataset:
-    """A dataset's hidden states of the target, made where the folder does not hold them yet. The trainer calls this
-    where `precompute_targets` is on.
+    """Add the target's hidden states to a dataset, and compute those that the folder does not hold yet. The trainer
+    calls this if `precompute_targets` is on.
 
     Args:
         target (`Teacher`):
             Runs the target over a batch; the trainer's is `trainer.teacher`.
         dataset (`Dataset`):
-            Tokenised and, as the case may be, packed.
+            A tokenised dataset, packed or not.
         collator (`Callable`):
-            Makes a batch of samples; the same that training uses.
+            Turns samples into a batch; the same that training uses.
         folder (`str` or `os.PathLike`):
-            Where the states are kept. It belongs to one dataset and one target.
+            Folder for the states. It belongs to one dataset and one target.
         batch_size (`int`):
             Samples in one pass of the target.
         accelerator (`Accelerator`):
-            Says which share of the work is this process's.
+            Divides the work among processes.
         shard_bytes (`int`, *optional*, defaults to 256 MiB):
-            Size of a shard, which is what an interruption may cost.
+            Size of a shard in bytes. An interruption loses at most one shard per process.
 
     Returns:
-        `Dataset`: with the states beside each sample
+        `Dataset`: the dataset with the column `hidden_states`
 
     Example:
 
@@ -112,7 +112,7 @@ def precompute_targets(
     with bar:
         for start, end in todo:
             rows: dict[int, bytes] = {}
-            # A batch is padded to its longest sample. The longest come first: what does not fit is seen at once.
+            # A batch is padded to its longest sample. Longest first, so that too large batches fail at once.
             places = sorted(range(start, end), key=lengths.__getitem__, reverse=True)
             for first in range(0, len(places), batch_size):
                 together = places[first : first + batch_size]
@@ -135,7 +135,7 @@ def _states_of(target: Target, samples: list[dict[str, Any]], collator: Any) -> 
 
 @dataclass
 class TargetStatesCollator:
-    """trl's collator, which also brings a batch's `hidden_states` [B, T, d] where its samples have them."""
+    """trl's collator, which also adds `hidden_states` [B, T, d] to a batch if the samples have them."""
 
     collator: Any
     hidden_size: int
@@ -147,7 +147,7 @@ class TargetStatesCollator:
             if "attention_mask" not in batch:
                 states = [torch.cat(states)]
             padded = pad_sequence(states, batch_first=True)  # [B, T, d]
-            missing = batch["input_ids"].shape[1] - padded.shape[1]  # of `pad_to_multiple_of`
+            missing = batch["input_ids"].shape[1] - padded.shape[1]  # from `pad_to_multiple_of`
             batch[COLUMN] = torch.nn.functional.pad(padded, (0, 0, 0, missing))
         return batch
 
@@ -160,7 +160,7 @@ class TargetStatesCollator:
 
 
 def _plan_shards(lengths: list[int], bytes_per_token: int, shard_bytes: int) -> list[tuple[int, int]]:
-    """(first sample, end) of each shard: as many samples as fit, at least one."""
+    """(first sample, end) of each shard, which holds as many samples as fit, at least one."""
     shards, start, filled = [], 0, 0
     for place, length in enumerate(lengths):
         if place > start and filled + length * bytes_per_token > shard_bytes:
@@ -178,7 +178,7 @@ def _write_shard(rows: list[bytes], path: Path) -> None:
     unfinished = path.with_name(f".{path.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     Dataset.from_dict({COLUMN: rows}).save_to_disk(str(unfinished))
-    unfinished.rename(path)  # a shard that is there is whole
+    unfinished.rename(path)  # so a shard that exists is complete
 
 
 def _identity(dataset: Dataset, target: Target) -> dict[str, Any]:
@@ -213,7 +213,8 @@ def _in_gib(size: int) -> str:
 
 
 def _check_same_target(target: Target, dataset: Dataset, collator: Any, shard: Dataset, first: int) -> None:
-    """The lm_head's fingerprint does not tell a fine-tuned target from its base; its states do."""
+    """Raise if a stored shard is from another target. The fingerprint of lm_head does not tell a fine-tuned target
+    from its base, so the states of one sample are compared."""
     (fresh,) = _states_of(target, [dataset[first]], collator)
     old, new = (
         torch.from_numpy(np.frombuffer(data, dtype=np.uint16).copy()).view(torch.bfloat16).float()

@@ -1,7 +1,7 @@
-"""What a run says of itself, for the results file and the card beside the heads.
+"""A training run's figures, for the results file and the model card beside the heads.
 
-Contract: dictionaries in the form that `hf_clover.hub.cards` describes, of what the trainer's state and arguments
-hold; a figure that was not measured is not there. This module does not know models or how training goes.
+Contract: makes dictionaries in the form that `hf_clover.hub.cards` describes, from the trainer's state and arguments.
+A figure that was not measured is left out. This module does not know models or training.
 """
 
 from typing import Any

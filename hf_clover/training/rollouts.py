@@ -1,8 +1,8 @@
-"""Draft heads for trainers that generate: GRPO, RLOO, online DPO and their kin.
+"""Draft heads for trainers that generate: GRPO, RLOO, online DPO and others.
 
-Contract: while `SpeculativeRollouts` is open, the trainer's calls of `generate` on its policy come with heads. What
-they return is what they would return, so the run is the same run, sooner. Nothing else of the trainer is touched, and
-the policy is as it was when the block is left.
+Contract: while `SpeculativeRollouts` is open, the trainer's calls of `generate` on its policy use heads. They return
+what they would return without heads, so the run has the same results in less time. Nothing else in the trainer
+changes, and the policy's own `generate` is restored at the end of the block.
 """
 
 import functools
@@ -28,10 +28,10 @@ class SpeculativeRollouts:
 
     Args:
         trainer ([`~transformers.Trainer`]):
-            Whose model generates; without vLLM.
+            The trainer whose model generates; it must not use vLLM.
         heads ([`OnlineLearner`] or draft heads):
-            A learner's heads move with the policy; heads alone stay as they are, and drafts get worse as the policy
-            moves away from what they were trained for.
+            The heads that draft. The heads of a learner follow the policy as it changes. Heads without a learner stay
+            as they are, and their drafts get worse as the policy changes.
 
     Example:
 
@@ -62,7 +62,7 @@ class SpeculativeRollouts:
         self.trainer = trainer
         self.learner = heads if isinstance(heads, OnlineLearner) else None
         self.heads: DraftHeads = heads.heads if isinstance(heads, OnlineLearner) else heads
-        self.records: list[Speculation] = []  # of each call, in their order
+        self.records: list[Speculation] = []  # one for each call, in order
         self._open = ExitStack()
 
     def __enter__(self) -> Self:

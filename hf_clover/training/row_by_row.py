@@ -1,8 +1,8 @@
-"""Generation for many prompts at once, where each answer is its prompt's own affair.
+"""Generation for many prompts at once, in which no answer depends on the other prompts.
 
-Contract: `decode` goes to `model.generate(..., custom_generate=...)` and gives the greedy tokens that generate itself
-would give. It differs in two things: rows that have ended leave the batch, so that the others do not pay for them; and
-a row is sampled with random numbers of its own, so that its text does not depend on what else is in the batch.
+Contract: `decode`, passed to `model.generate(..., custom_generate=...)`, returns the greedy tokens that `generate`
+itself would return. It differs in two things. Rows that have ended leave the batch, so they do not slow down the
+others. Each row is sampled with random numbers of its own, so its text does not depend on the rest of the batch.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from ..targets.private_api import cache_name, inputs_after, read_prompt
 
 
 def own_seed(ids: Sequence[int], seed: int) -> int:
-    """Of this prompt, for a generator of random numbers."""
+    """The seed of this prompt's generator of random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed} {list(ids)}".encode()).digest()[:8], "big", signed=True)
 
 
 def own_random_numbers(ids: Sequence[int], seed: int, count: int) -> torch.Tensor:
-    """[count] from 0 to 1, of this prompt and seed."""
+    """Random numbers [count] from 0 to 1, which depend only on the prompt and the seed."""
     return torch.rand(count, dtype=torch.float32, generator=torch.Generator().manual_seed(own_seed(ids, seed)))
 
 
 def pick(probs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Tokens [B] from probabilities [B, V] and numbers [B]: where the running sum passes the number."""
+    """Tokens [B] from probabilities [B, V] and random numbers [B]: the first whose running sum exceeds the number."""
     sums = probs.cumsum(-1)  # [B, V]
-    passed = numbers[:, None] * sums[:, -1:] * (1 - 2**-22)  # under the last sum, however it is rounded
+    passed = numbers[:, None] * sums[:, -1:] * (1 - 2**-22)  # below the last sum, whatever the rounding
     return torch.searchsorted(sums, passed, right=True)[:, 0]
 
 
@@ -44,15 +44,15 @@ def decode(
     numbers: torch.Tensor | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """Sequences [B, T]. `numbers` [B, new tokens at most]: what the rows are sampled with; greedy without."""
+    """Sequences [B, T]. `numbers` [B, most new tokens] are the random numbers for sampling; without them, greedy."""
     text = Text.start(input_ids, logits_processor, stopping_criteria, generation_config, None)
     may_leave = (
-        text.scores_decide  # what looks at the text may keep account of the rows
+        text.scores_decide  # processors that read the text may keep state per row
         and not text.in_lockstep
         and type(model_kwargs.get(cache_name())) is DynamicCache
-        and model.config.get_text_config() is model.config  # image positions are kept by row in the model
+        and model.config.get_text_config() is model.config  # such models keep image positions per row
     )
-    written, rows = list(input_ids), torch.arange(len(input_ids), device=input_ids.device)  # rows: those in the batch
+    written, rows = list(input_ids), torch.arange(len(input_ids), device=input_ids.device)  # rows: still in the batch
     ended, step = torch.zeros_like(rows, dtype=torch.bool), 0
     outputs = read_prompt(model, input_ids, generation_config, model_kwargs)
     while True:
@@ -70,7 +70,7 @@ def decode(
         step += 1
         going_on = (~ended).nonzero()[:, 0]
         is_over = len(going_on) == 0
-        if is_over or (may_leave and len(going_on) < len(rows)):  # a copy of the cache, as every step makes one
+        if is_over or (may_leave and len(going_on) < len(rows)):  # copies the cache, as any step does
             for place in ended.nonzero()[:, 0].tolist():
                 written[int(rows[place])] = input_ids[place]
             if is_over:

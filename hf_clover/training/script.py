@@ -1,8 +1,8 @@
 """The training program, behind `hf-clover train` and `examples/train.py`.
 
-Contract: arguments in, trained heads in `output_dir` out. All arguments are fields of trl's `ScriptArguments` and
-`ModelConfig` and of `CloverTrainingConfig`, on the command line or in a YAML file given with `--config`. This module
-knows how to read arguments and where things come from; what is done with them is the trainer's.
+Contract: reads arguments, and leaves trained heads in `output_dir`. All arguments are fields of trl's
+`ScriptArguments` and `ModelConfig` and of `CloverTrainingConfig`, on the command line or in a YAML file given with
+`--config`. This module reads arguments and loads data; the trainer does the rest.
 """
 
 import os
@@ -25,9 +25,9 @@ from .trainer import CloverTrainer
 @dataclass
 class TargetModelConfig(ModelConfig):
     """
-    trl's `ModelConfig`: `model_name_or_path` and `model_revision` are those of heads to go on with (none: new ones),
-    `use_peft` and `lora_*` of an adapter for them; `dtype`, `attn_implementation`, `load_in_4bit`, `gguf_file` and the
-    like say how the target is loaded.
+    trl's `ModelConfig`, with these meanings: `model_name_or_path` and `model_revision` name heads to train further
+    (without them, new heads are made); `use_peft` and `lora_*` describe an adapter for those heads; `dtype`,
+    `attn_implementation`, `load_in_4bit`, `gguf_file` and the like say how the target is loaded.
     """
 
     model_name_or_path: str | None = field(
@@ -58,7 +58,7 @@ class TargetModelConfig(ModelConfig):
 
 def make_parser(prog: str | None = None) -> TrlParser:
     example = f"Example: {prog or 'train.py'} --config examples/configs/qwen3-0.6b.yaml"
-    classes: Any = (ScriptArguments, CloverTrainingConfig, TargetModelConfig)  # trl's type takes several of one kind
+    classes: Any = (ScriptArguments, CloverTrainingConfig, TargetModelConfig)  # trl's type allows several of one kind
     return TrlParser(classes, prog=prog, epilog=example)
 
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> CloverTr
 
 
 def _split(dataset: DatasetDict | IterableDatasetDict, args: ScriptArguments, name: str) -> Dataset | IterableDataset:
-    """The one that the argument `name` names."""
+    """The split that the argument `name` names."""
     split = getattr(args, name)
     if split not in dataset:
         is_test = name == "dataset_test_split"
@@ -122,7 +122,7 @@ def _split(dataset: DatasetDict | IterableDatasetDict, args: ScriptArguments, na
 
 
 def target_options(training_args: CloverTrainingConfig, model_args: TargetModelConfig) -> dict[str, Any]:
-    """What the target is loaded with; what `teacher_model_init_kwargs` says goes first."""
+    """The keyword arguments for loading the target; those in `teacher_model_init_kwargs` win."""
     if model_args.load_in_4bit and model_args.dtype == "auto":
         model_args.dtype = "bfloat16"  # 4-bit weights need a dtype to compute in
     options = {
@@ -132,12 +132,12 @@ def target_options(training_args: CloverTrainingConfig, model_args: TargetModelC
         "trust_remote_code": training_args.trust_remote_code,
         "quantization_config": get_quantization_config(model_args),
     }
-    given: Any = training_args.teacher_model_init_kwargs or {}  # a text is parsed by now
+    given: Any = training_args.teacher_model_init_kwargs or {}  # text is parsed by now
     return {name: value for name, value in {**options, **given}.items() if value is not None}
 
 
 def _checkpoint(value: str | bool | None) -> str | bool | None:
-    """From the command line, "true" is a text; it means the last checkpoint of `output_dir`."""
+    """`resume_from_checkpoint`, with the text "true" from the command line as `True`: `output_dir`'s last one."""
     return value.lower() == "true" or value if isinstance(value, str) else value
 
 

@@ -1,9 +1,10 @@
-"""What is on disk is whole, or is said not to be.
+"""Checks that checkpoints and folders on disk are complete.
 
-Contract: a checkpoint that a full disk, a kill or a broken copy cut short is never gone on from. Asked for the newest,
-training takes the newest that is whole and says which it left; asked for a broken one by name, it refuses and says
-what is wrong. Where one cannot be written, the error says so, and the ones before it stay. Nothing is deleted; only
-headers are read, never weights. This module knows transformers' names of files and neither heads nor losses.
+Contract: training never resumes from a checkpoint that a full disk, a kill or a broken copy cut short. Asked for the
+newest, it takes the newest complete one and names those that it skipped. Asked for a broken one by name, it refuses
+and says what is wrong. If a checkpoint cannot be written, the error says so, and earlier ones stay. Nothing is
+deleted, and only headers are read, never weights. This module knows transformers' file names, but neither heads nor
+losses.
 """
 
 import json
@@ -27,16 +28,16 @@ else:
 logger = logging.get_logger(__name__)
 
 WEIGHTS = ("model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json")
-SHARDED = ("pytorch_model_fsdp*", "global_step*")  # of FSDP and DeepSpeed, which keep the optimizer's state apart too
+SHARDED = ("pytorch_model_fsdp*", "global_step*")  # files of FSDP and DeepSpeed, with the optimizer's state in them
 OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 RANDOM = "rng_state*.pth"
 
 
 class WholeCheckpoints(_Trainer):
-    """What a `Trainer` that inherits from this does before it reads a checkpoint, and when it cannot write one."""
+    """Base of a `Trainer`: checks a checkpoint before it is read, and says clearly when one cannot be written."""
 
-    is_over = False  # whether the last `train` was to go on from a checkpoint that has all steps already
+    is_over = False  # whether the last `train` resumed from a checkpoint that already has all steps
     _checkpoint: Path | None = None
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -46,8 +47,8 @@ class WholeCheckpoints(_Trainer):
         return super().train(checkpoint, *args, **kwargs)  # type: ignore[arg-type]  # any path will do
 
     def set_initial_training_values(self, *args: Any) -> tuple[Any, ...]:
-        """As [`~transformers.Trainer.set_initial_training_values`], with no epochs where no step is left: that the
-        last one was made is looked at only after another."""
+        """As [`~transformers.Trainer.set_initial_training_values`], with 0 epochs if no step is left. transformers
+        compares the steps with the maximum only after a step, and would make one too many."""
         num_train_epochs, *others, max_steps = super().set_initial_training_values(*args)
         steps = 0 if self._checkpoint is None else json.loads((self._checkpoint / STATE).read_text())["global_step"]
         self.is_over = 0 < max_steps <= steps
@@ -74,16 +75,16 @@ class WholeCheckpoints(_Trainer):
 
 def _is_of_the_disk(error: Exception) -> bool:
     if isinstance(error, OSError):
-        return error.errno is not None  # a push that failed has none
+        return error.errno is not None  # the error of a failed push has none
     return isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error) or "inline_contain" in str(error)
 
 
 def checkpoint_to_resume(
     asked: str | os.PathLike | bool | None, args: TrainingArguments
 ) -> str | os.PathLike | bool | None:
-    """What to hand to transformers in place of `resume_from_checkpoint`."""
+    """The value that transformers gets in place of `resume_from_checkpoint`."""
     if asked is None or asked is False or (asked is not True and not Path(asked).is_dir()):
-        return asked  # transformers says so where there is nothing
+        return asked  # transformers raises if there is no such folder
     if asked is not True:
         problem = what_is_broken(asked, args.save_only_model)
         if problem is not None:
@@ -110,7 +111,7 @@ def checkpoint_to_resume(
 
 
 def checkpoints_in(folder: str | os.PathLike) -> list[Path]:
-    """The newest first."""
+    """The checkpoints in `folder`, newest first."""
     found = {}
     for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         step = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
@@ -120,14 +121,14 @@ def checkpoints_in(folder: str | os.PathLike) -> list[Path]:
 
 
 def what_is_broken(folder: str | os.PathLike, is_model_only: bool = False) -> str | None:
-    """None where training can go on from there as if it had never stopped."""
+    """What is missing or damaged in a checkpoint; None if training can resume from it as if it had never stopped."""
     folder = Path(folder)
     is_sharded = any(list(folder.glob(pattern)) for pattern in SHARDED)
     weights = [folder / name for name in WEIGHTS if (folder / name).exists()]
     optimizer = [folder / name for name in OPTIMIZER if (folder / name).exists()]
     if not weights and not is_sharded:
         return f"`{WEIGHTS[0]}` is missing"
-    needed = [folder / STATE]  # written last
+    needed = [folder / STATE]  # transformers writes it last
     if not is_model_only and not is_sharded:
         if not optimizer:
             return (
@@ -151,7 +152,7 @@ def _damage(file: Path) -> str | None:
             content = json.loads(file.read_text())
             if not content:
                 return "it is empty"
-            for shard in sorted(set(content.get("weight_map", {}).values())):  # of an index
+            for shard in sorted(set(content.get("weight_map", {}).values())):  # an index has a map
                 if Path(shard).name != shard:
                     raise ValueError(f"it names {shard!r}, which is no file of its folder")
                 with safe_open(file.parent / shard, framework="pt"):
@@ -160,18 +161,20 @@ def _damage(file: Path) -> str | None:
             with safe_open(file, framework="pt"):
                 pass
         else:
-            zipfile.ZipFile(file).close()  # torch's format; its table of contents stands at the end
+            zipfile.ZipFile(file).close()  # torch's format; its table of contents is at the end of the file
     except (AttributeError, OSError, SafetensorError, ValueError, zipfile.BadZipFile) as error:
         return str(error) or type(error).__name__
     return None
 
 
 def claim(note: Path, identity: dict[str, Any], argument: str, folder: Path, held: str) -> None:
-    """A folder belongs to what was written there first: `note` says to what. `held`: what it holds if to another."""
+    """Write `identity` to the file `note`, or raise if it holds another one: a folder belongs to its first writer.
+
+    `argument` names the folder's argument in the error; `held` says what the folder holds instead."""
     note.parent.mkdir(parents=True, exist_ok=True)
     if not note.exists():
         write_whole(note, json.dumps(identity, indent=2) + "\n")
-        return  # nothing is written again that another run may be reading
+        return  # an existing note is never rewritten: another run may be reading it
     written = json.loads(note.read_text())
     differing = [name for name, value in identity.items() if written.get(name) != value]
     if differing:

@@ -1,8 +1,8 @@
 """The frozen target, as training uses it.
 
-Contract: a `Teacher` runs a target under `torch.no_grad()` and gives what heads learn from: hidden states before and
-after the final norm, and logits. It never changes a weight of the target. Beside one process it works replicated (one
-whole target per process) and in shards, with FSDP version 2 or DeepSpeed's ZeRO stage 3. This module does not know
+Contract: a `Teacher` runs a target under `torch.no_grad()` and returns what heads learn from: hidden states before and
+after the final norm, and logits. It never changes a weight of the target. With several processes, each has a whole
+target, or all share one in shards, with FSDP version 2 or DeepSpeed's ZeRO stage 3. This module does not know
 datasets, optimizers or trainers.
 """
 
@@ -44,8 +44,8 @@ class Teacher:
     """A target and the heads that borrow from it.
 
     Args:
-        model: the target: a transformers model, quantised or wrapped by PEFT as it may be.
-        heads: the heads to train; they are bound to it, which fails where they were made for another target.
+        model: the target: a transformers model, which may be quantised or wrapped by PEFT.
+        heads: the heads to train. They are bound to the target, which raises if they were made for another one.
     """
 
     def __init__(self, model: nn.Module, heads: DraftHeads) -> None:
@@ -57,26 +57,27 @@ class Teacher:
 
     @property
     def state_size(self) -> int:
-        """Numbers that `hidden_states` gives for a token."""
+        """Number of numbers per token in the result of `hidden_states`."""
         return (len(self.heads.feature_layers) + 1) * self.heads.config.target_width
 
     def place(self, accelerator: "Accelerator") -> None:
-        """Bring the target to the device, in shards where FSDP or ZeRO stage 3 is on."""
-        from accelerate.utils import DistributedType  # who learns while generating needs no accelerate
+        """Move the target to the device, in shards if FSDP or ZeRO stage 3 is on."""
+        from accelerate.utils import DistributedType  # imported here: learning in use needs no accelerate
 
         if accelerator.distributed_type == DistributedType.FSDP:
             self.shard()
         elif shards_by_deepspeed(accelerator):
-            from trl.models import prepare_deepspeed  # who trains in a loop of his own needs no trl
+            from trl.models import prepare_deepspeed  # imported here: a training loop of one's own needs no trl
 
             self.model = prepare_deepspeed(self.model, accelerator)
             self._lend_whole()
-        elif not hasattr(self.model, "hf_device_map"):  # which has placed it, as it does for quantised models
+        elif not hasattr(self.model, "hf_device_map"):  # with a device map, as for quantised models, it is placed
             self.model.to(accelerator.device)
         self.refresh_draft_vocabulary()
 
     def shard(self) -> None:
-        """FSDP version 2, layer by layer, on the default process group; what the heads borrow stays whole."""
+        """Shard the target layer by layer with FSDP version 2, on the default process group. The parts that heads
+        borrow stay whole."""
         from torch.distributed.fsdp import fully_shard
 
         _, layers, _ = find_decoder(unwrap(self.model))
@@ -93,12 +94,12 @@ class Teacher:
         self.is_sharded = True
 
     def refresh_draft_vocabulary(self) -> None:
-        """Take lm_head's rows of the draft vocabulary anew, after either has changed its place or its content."""
+        """Read lm_head's rows of the draft vocabulary again, after lm_head or the vocabulary has moved or changed."""
         if self.heads.config.draft_vocab_size is not None:
             self.heads.borrowed.draft_rows = gather_rows(self.heads.borrowed.lm_head, self.heads.draft_ids)
 
     def draftable(self, input_ids: torch.Tensor) -> torch.Tensor | None:
-        """[...] -> [...], whether the heads can draft these tokens; None where they can draft any."""
+        """[...] -> [...]: whether the heads can draft each token; None if they can draft all."""
         has_all = self.heads.config.draft_vocab_size is None
         return None if has_all else torch.isin(input_ids, self.heads.draft_ids)
 
@@ -108,8 +109,8 @@ class Teacher:
 
     @torch.no_grad()
     def hidden_states(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """A batch as the collator makes it -> [B, T, d], the hidden states before the final norm; beside them, and
-        first, those of the layers that the heads read, where these are others [B, T, (a + 1) d]."""
+        """A batch of the collator -> the hidden states before the final norm [B, T, d]. If the heads read other
+        layers, the states of these come first: [B, T, (a + 1) d]."""
         captured: list[torch.Tensor] = []
         layers, model = (*self.heads.feature_layers, BEFORE_NORM), unwrap(self.model)
         inputs = {name: value for name, value in inputs.items() if name not in ("labels", "hidden_states")}
@@ -119,18 +120,18 @@ class Teacher:
         return captured[-1].to(inputs["input_ids"].device)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Of what `hidden_states` gave, what the heads read."""
+        """The part of `hidden_states`' result that the heads read."""
         return read_by(self.heads, hidden_states)
 
     @torch.no_grad()
     def final_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Of what `hidden_states` gave, what goes into lm_head [..., d]."""
+        """The input of lm_head [..., d], from the result of `hidden_states`."""
         norm, hidden_states = self.heads.borrowed.norm, hidden_states[..., -self.heads.config.target_width :]
         return norm(hidden_states.to(next(norm.parameters(), hidden_states).dtype))
 
     @torch.no_grad()
     def score(self, final_states: torch.Tensor) -> torch.Tensor:
-        """[..., d] -> [..., V], the target's logits."""
+        """[..., d] -> [..., V]: the target's logits."""
         borrowed = self.heads.borrowed
         weight = getattr(borrowed.lm_head, "weight", None)
         dtype = weight.dtype if is_plain(weight) else final_states.dtype
@@ -138,7 +139,7 @@ class Teacher:
 
     @contextmanager
     def lending(self) -> Iterator[None]:
-        """While the heads run, what they borrow takes no gradient, whoever else may train it."""
+        """Within this block, borrowed parts take no gradient, even if other code trains them."""
         borrowed = self.heads.borrowed
         parameters = [borrowed.embedding, *borrowed.lm_head.parameters(), *borrowed.norm.parameters()]
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -159,15 +160,15 @@ class Teacher:
         mask: torch.Tensor,
         computing: AbstractContextManager[Any],
     ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """The heads over a batch: their output, and what `head_losses` gives, sums [K] and ranks [K, B, T].
+        """Run the heads over a batch: their output, and the sums [K] and ranks [K, B, T] of `head_losses`.
 
         Args:
-            model: the heads, in whatever they are wrapped for training.
-            inputs: a batch as the collator makes it.
-            hidden_states: [B, T + 1, ...], as `hidden_states` gives them.
-            final_states: [B, T + 1, d], as `final_states` gives them.
+            model: the heads, with any wrapper that training puts around them.
+            inputs: a batch of the collator.
+            hidden_states: [B, T + 1, ...], the result of `hidden_states`.
+            final_states: [B, T + 1, d], the result of `final_states`.
             mask: [K, B, T], which predictions count.
-            computing: what the scores are computed in.
+            computing: the context in which scores are computed, such as autocast.
         """
         input_ids, padding, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
         assert input_ids is not None
@@ -184,7 +185,7 @@ class Teacher:
 
     @property
     def loss_terms(self) -> LossTerms:
-        """What a position costs, as the heads' config says."""
+        """The loss of a position, as the heads' config says."""
         config = self.heads.config
         return LossTerms(
             score=self.heads.score,
@@ -196,7 +197,7 @@ class Teacher:
         )
 
     def check_keeps_documents_apart(self, collator: Any, device: torch.device) -> None:
-        """Run two packed documents and the second alone: does the second see the first?"""
+        """Raise if a packed document sees the one before it: run two packed documents, and the second one alone."""
         first, second = ([1 + i % (self.vocab_size - 1) for i in ids] for ids in (range(7), range(7, 15)))
         examples = [{"input_ids": first, "labels": first}, {"input_ids": second, "labels": second}]
         packed, alone = (
@@ -213,11 +214,11 @@ class Teacher:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, target: nn.Module) -> None:
-    """Raise where `tokenizer` is known not to be the target's."""
+    """Raise if `tokenizer` is certainly not the target's."""
     model = unwrap(target)
     vocabulary, name = tokenizer.get_vocab(), getattr(model.config, "name_or_path", None)
     if gguf_file_of(model) is not None and name == tokenizer.name_or_path:
-        return  # transformers may have added a token to the file's that no row is for, and no text brings up
+        return  # transformers may have added a token that has no row in the file, and that no text contains
     embeddings: Any = model.get_input_embeddings()
     rows = embeddings.weight.shape[0]
     highest = max(vocabulary, key=vocabulary.__getitem__)
@@ -255,8 +256,8 @@ def shards_by_deepspeed(accelerator: "Accelerator") -> bool:
 
 @contextmanager
 def loading_whole(args: TrainingArguments) -> Iterator[None]:
-    """Under ZeRO stage 3 transformers would load models in shards, of which no heads can be made; inside, it does not.
-    They are divided afterwards."""
+    """Within this block transformers loads models whole under ZeRO stage 3 too. By itself it would load them in
+    shards, from which no heads can be made. They are divided afterwards."""
     if not is_deepspeed_zero3_enabled():
         yield
         return
@@ -270,7 +271,7 @@ def loading_whole(args: TrainingArguments) -> Iterator[None]:
 
 
 def load_teacher(name: str, args: "CloverTrainingConfig") -> PreTrainedModel:
-    given: Any = args.teacher_model_init_kwargs or {}  # a text is parsed by now
+    given: Any = args.teacher_model_init_kwargs or {}  # text is parsed by now
     options = {"dtype": "auto", **given}
     with loading_whole(args):
         return load_target(name, **options)

@@ -1,9 +1,8 @@
 """The trainer: trl's `SFTTrainer`, with heads as the model and their target as a frozen teacher.
 
-Contract: everything `SFTTrainer` does with data, devices, checkpoints and logs it does here too; this module replaces
-what the model is, what the loss is and what is measured. The teacher runs once per batch (or once for all, with
-`precompute_targets`) and is never changed. What the losses are, is in `losses`; how the target runs, in `teacher`;
-this module does not know generation.
+Contract: data, devices, checkpoints and logs are handled by `SFTTrainer`; this module replaces the model, the loss and
+the metrics. The teacher runs once per batch (or once for all, with `precompute_targets`) and is never changed. Losses
+are in `losses`, and running the target is in `teacher`. This module does not know generation.
 """
 
 import os
@@ -69,7 +68,7 @@ from .teacher import Teacher, check_tokenizer, load_teacher
 
 logger = logging.get_logger(__name__)
 
-# Hooks of SFTTrainer with private names that are overridden below: without them, what is done there would be left out.
+# Private methods of SFTTrainer that are overridden below. If trl renamed one, our version would silently not run.
 require(
     SFTTrainer, ("_prepare_dataset", "_set_signature_columns_if_needed", "_load_from_checkpoint", "_save_checkpoint")
 )
@@ -82,10 +81,10 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
     Args:
         model (`CloverHeads`, [`~peft.PeftModel`] of one, or `str`, *optional*):
             The heads to train: an instance, or an id or path to load with `args.model_init_kwargs`. If `None`, new
-            ones are made with [`CloverHeads.from_target`], `args.model_init_kwargs` being its arguments. Heads are
-            trained in float32; `args.bf16` (on by default) computes in bfloat16 where that is safe.
+            heads are made by [`CloverHeads.from_target`] with the arguments in `args.model_init_kwargs`. Heads are
+            trained in float32; with `args.bf16` (on by default), products that allow it are computed in bfloat16.
         teacher_model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`]):
-            The target: an instance, quantised or with an adapter as it may be, or an id or path to load with
+            The target: an instance, which may be quantised or have an adapter, or an id or path to load with
             `args.teacher_model_init_kwargs`. Its weights are not changed.
         args ([`CloverTrainingConfig`], *optional*):
             Configuration for this trainer.
@@ -96,7 +95,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         eval_dataset ([`~datasets.Dataset`], [`~datasets.IterableDataset`] or a dictionary of them, *optional*):
             As for [`~trl.SFTTrainer`], with all its formats.
         processing_class ([`~transformers.PreTrainedTokenizerBase`], *optional*):
-            The target's tokenizer. If `None`, it is loaded from where the target came from.
+            The target's tokenizer. If `None`, it is loaded by the target's name.
         callbacks (list of [`~transformers.TrainerCallback`], *optional*):
             As for [`~trl.SFTTrainer`].
         optimizers (`tuple`, *optional*, defaults to `(None, None)`):
@@ -104,12 +103,12 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         optimizer_cls_and_kwargs (`tuple`, *optional*):
             As for [`~trl.SFTTrainer`].
         peft_config ([`~peft.PeftConfig`], *optional*):
-            Train an adapter on existing heads instead of the heads, for example to fit published heads to a
-            fine-tuned target. `target_modules` defaults to all linear layers.
+            The configuration of an adapter, which is trained in place of the heads, for example to fit published heads
+            to a fine-tuned target. `target_modules` defaults to all linear layers.
         formatting_func (`Callable`, *optional*):
             As for [`~trl.SFTTrainer`].
         refused:
-            What else [`~trl.SFTTrainer`] takes has no meaning for heads, and is refused by name.
+            Other arguments of [`~trl.SFTTrainer`] have no meaning for heads, and are refused by name.
 
     Example:
 
@@ -175,7 +174,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if peft_config is not None:
             peft_config = for_heads(peft_config, args)
         self._stop_on_interrupt = StopOnInterrupt()
-        self.untokenized: dict[str, Dataset | IterableDataset] = {}  # "eval", or the names of several
+        self.untokenized: dict[str, Dataset | IterableDataset] = {}  # by "eval", or by the names of several datasets
 
         with as_sft(args):
             super().__init__(
@@ -195,7 +194,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(Bar)
         self.add_callback(OneLine)
-        vars(self.heads).pop("forward", None)  # SFTTrainer's patch for causal language models
+        vars(self.heads).pop("forward", None)  # removes SFTTrainer's patch for causal language models
         check_parallelism(self.accelerator)
         self._head_metrics = {mode: HeadMetrics(self.heads.config.num_heads) for mode in ("train", "eval")}
         if args.draft_vocab_size is not None:
@@ -223,7 +222,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
 
     @property
     def heads(self) -> DraftHeads:
-        """The heads themselves, inside whatever PEFT or accelerate wrapped around them."""
+        """The heads, without the wrappers of PEFT or accelerate."""
         return self.teacher.heads
 
     @property
@@ -245,19 +244,18 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if self.accelerator.is_main_process:
             logger.warning(
                 f"The draft vocabulary of {size} ids covers {share_covered(counts, ids):.2%} of the "
-                f"{int(counts.sum()):,} tokens to predict. What it leaves out is never drafted, only emitted by the "
-                "target."
+                f"{int(counts.sum()):,} tokens to predict. Other ids are never drafted; only the target emits them."
             )
 
     def _write_down_loss_weights(self) -> None:
-        """Those of the arguments become those of the heads' config, so that the heads say how they were trained."""
-        self.heads.config.loss_type = cast(str, self.args.loss_type)  # which `follow_recipe` has set
+        """Copy the loss weights of the arguments to the heads' config, so that it says how the heads were trained."""
+        self.heads.config.loss_type = cast(str, self.args.loss_type)  # `follow_recipe` has set it
         for name in ("loss_decay", "hidden_loss_weight", "token_loss_weight"):
             if getattr(self.args, name) is not None:
                 setattr(self.heads.config, name, float(getattr(self.args, name)))
 
     def _computing(self) -> torch.autocast:
-        """What is scored with the lm_head, most of a step's products, in the precision that the heads compute in."""
+        """The context for scores with lm_head, which are most of a step's products: autocast, if the heads use it."""
         return torch.autocast(self.heads.device.type, torch.bfloat16, enabled=self.args.bf16)
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
@@ -285,7 +283,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             return super().train(*args, **kwargs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """As `Trainer.create_scheduler`: only here the number of steps is known, and Muon's rate."""
+        """As `Trainer.create_scheduler`. It also sets Muon's rate, which depends on the number of steps."""
         if self.args.muon_learning_rate is None:
             self.args.muon_learning_rate = muon_rate(num_training_steps)
             own: Any = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -297,7 +295,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         self.teacher.refresh_draft_vocabulary()
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The batches of one update, and for each head [K] how many predictions they hold over all processes."""
+        """The batches of one update, and the number of predictions per head [K] that they hold over all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         num_heads = self.heads.config.num_heads
         counts = torch.zeros(num_heads, dtype=torch.long, device=device)  # [K]
@@ -309,7 +307,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
             raise ValueError("`train_dataset` gave no sample that is long enough to learn from.")
         return batches, counts
 
-    def compute_loss(  # type: ignore[override]  # `num_items_in_batch` is of each head [K]
+    def compute_loss(  # type: ignore[override]  # `num_items_in_batch` has one number per head [K]
         self,
         model: nn.Module,
         inputs: dict[str, torch.Tensor | Any],
@@ -319,7 +317,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         mode, config = "train" if self.model.training else "eval", self.heads.config
         input_ids, labels, position_ids = inputs["input_ids"], inputs["labels"], inputs.get("position_ids")
         padding = inputs.get("attention_mask")  # [B, T + 1]
-        hidden_states = inputs.get("hidden_states")  # [B, T + 1, d], or as `Teacher.hidden_states` gives them
+        hidden_states = inputs.get("hidden_states")  # [B, T + 1, ...], as `Teacher.hidden_states` returns them
         if hidden_states is None:
             hidden_states = self.teacher.hidden_states(inputs)
         final_states = self.teacher.final_states(hidden_states)  # [B, T + 1, d]
@@ -336,7 +334,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         if not torch.isfinite(loss):
             self._raise_not_finite(sums, hidden_states)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the gradient is averaged over them
+            loss = loss * self.accelerator.num_processes  # the gradient is averaged over processes
 
         num_tokens = torch.tensor(input_ids.numel(), device=sums.device) if padding is None else padding.sum()
         self._head_metrics[mode].update(sums, counts, count_hits(ranks, mask), num_tokens)
@@ -357,7 +355,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor, None, None]:
-        """The loss only: heads give no logits."""
+        """The loss only: heads return no logits."""
         return super().prediction_step(model, inputs, True, ignore_keys)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -365,19 +363,19 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         metrics, num_tokens = self._head_metrics[mode].compute(self.accelerator)
         self._head_metrics[mode].reset()
         if mode == "train":
-            if not self._total_train_tokens:  # of the run that this one goes on from, as far as it was logged
+            if not self._total_train_tokens:  # begin with the logged tokens of the run that this one resumes
                 before = (line["num_tokens"] for line in reversed(self.state.log_history) if "num_tokens" in line)
                 self._total_train_tokens = int(next(before, 0))
             self._total_train_tokens += num_tokens
         if self.is_over and "train_runtime" in logs:
-            return  # of no step
+            return  # no step was made
         if metrics:
             metrics["num_tokens"] = float(self._total_train_tokens)
         self._metrics[mode].update({name: [value] for name, value in metrics.items()})
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, torch.Tensor | Any]) -> int:
-        """Of the heads; the frozen target is not counted."""
+        """Operations of the heads; those of the frozen target are not counted."""
         return 6 * inputs["input_ids"].numel() * sum(parameter.numel() for parameter in self.heads.parameters())
 
     def create_model_card(  # type: ignore[override]  # trl gives it these arguments
@@ -386,7 +384,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         dataset_name: str | None = None,
         tags: str | list[str] | None = None,
     ) -> None:
-        """Write the results so far and a card of them to `args.output_dir`."""
+        """Write the results so far, and a model card with them, to `args.output_dir`."""
         if not self.is_world_process_zero():
             return
         about = self._about(dataset_name, tags)
@@ -394,17 +392,17 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         write_card(self.args.output_dir, repo_id=self.hub_model_id or model_name, **about)
 
     def _about(self, dataset_name: str | None = None, tags: str | list[str] | None = None) -> dict[str, Any]:
-        """What a card is made of, beside the folder."""
+        """The contents of a model card: the heads, the results and the tags."""
         given = [tags] if isinstance(tags, str) else list(tags or ())
         results = results_of(self.args, self.state, self._total_train_tokens, dataset_name)
         return {"heads": self.heads, "results": results, "tags": sorted({*self._tag_names, *given})}
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """As `Trainer.init_hf_repo`, and where no Hub answers, it is said in a sentence."""
+        """As `Trainer.init_hf_repo`. If the Hub does not answer, the error says so in a sentence."""
         with asking_the_hub("The repository of `hub_model_id` could not be made."):
             super().init_hf_repo(*args, **kwargs)
 
-    def push_to_hub(  # type: ignore[override]  # None comes of all processes but the first
+    def push_to_hub(  # type: ignore[override]  # all processes but the first return None
         self,
         commit_message: str | None = "End of training",
         blocking: bool = True,
@@ -416,7 +414,7 @@ class CloverTrainer(WholeCheckpoints, SFTTrainer):
         tags: str | list[str] | None = None,
     ) -> CommitInfo | None:
         """As `Trainer.push_to_hub`: save the heads (or the adapter) and push them with their card, results and code to
-        `args.hub_model_id`, in one commit. Card and results in `args.output_dir` change when the push went through.
+        `args.hub_model_id`, in one commit. Card and results in `args.output_dir` change only after a successful push.
         `blocking` is always true.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)

@@ -493,7 +493,7 @@ def test_another_target_is_refused(target):
 def test_heads_learn_from_one_learner_at_a_time(target):
     first = learner_of(target)
     second = learner_of(target, first.heads)
-    with first, pytest.raises(ValueError, match="`heads` learn already"), second:
+    with first, pytest.raises(ValueError, match="`heads` are learning already"), second:
         pass
 
 

@@ -172,7 +172,7 @@ def test_trained_heads_that_go_on_are_told_of_small_rates(
 ) -> None:
     target, path = make_target(), str(tmp_path / "heads")
     CloverHeads.from_target(target, num_heads=2).save_pretrained(path)
-    said = f"heads from `{path}` go on at the rates for new ones"
+    said = f"heads from `{path}` learn at the rates for new heads"
     make_trainer(tmp_path, target)
     make_trainer(tmp_path, target, options={"model": path}, model_init_kwargs=None, muon_learning_rate=0.003)
     assert said not in transformers_log.text
