@@ -151,7 +151,7 @@ def test_online(experiment, folder, tmp_path):
     tokenizer.save_pretrained(folder / "target")
     answers, questions = tmp_path / "answers.jsonl", tmp_path / "questions.jsonl"
     said = [{"role": "user", "content": "abc " * 40}, {"role": "assistant", "content": "abd " * 90}]
-    answers.write_text(f"{json.dumps({'messages': said})}\n" * 3)
+    answers.write_text(f"{json.dumps({'messages': said})}\n" * 12)
     questions.write_text(json.dumps({"category": "writing", "turns": ["abc?"]}) + "\n")
     of_target = ["--toy", "--target", str(folder / "target"), "--output", str(tmp_path)]
     read = module.main([*of_target, "--read", str(answers), "--questions", str(questions)])

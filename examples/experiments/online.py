@@ -38,7 +38,7 @@ DEFAULTS = dict(
     nodes=(16,),
     tokens=(0, 10_000, 20_000, 30_000, 40_000, 50_000, 60_000),
 )
-TOY = dict(num_prompts=4, max_new_tokens=8, window=2, tokens=(0, 100), per_category=1)
+TOY = dict(num_prompts=4, max_new_tokens=8, window=2, tokens=(0, 1400), per_category=1)
 
 
 # ---------------------------------------------------------------------- a stream of prompts, by the clock
