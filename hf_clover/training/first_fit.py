@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..network.blocks import EntryProjector
+from ..network.blocks import EntryProjector, GatedDecoder
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from .lessons import Document
@@ -28,9 +28,12 @@ DAMPING = (
 class FirstFit:
     @classmethod
     def of(cls, heads: DraftHeads) -> "FirstFit | None":
-        """The fit of new heads; None if their first layer is not linear."""
-        entry = getattr(heads, "entry_decoder", None)
-        return cls(heads, entry) if isinstance(heads, CloverHeads) and isinstance(entry, EntryProjector) else None
+        """The fit of new heads; None if they were trained, or if their first layer is not linear."""
+        entry, decoder = getattr(heads, "entry_decoder", None), getattr(heads, "decoder", None)
+        is_new = isinstance(decoder, GatedDecoder) and not decoder.down.weight.any()  # where new heads have zeros
+        if isinstance(heads, CloverHeads) and isinstance(entry, EntryProjector) and is_new:
+            return cls(heads, entry)
+        return None
 
     def __init__(self, heads: CloverHeads, entry: EntryProjector) -> None:
         size = 2 * heads.config.hidden_size + 1

@@ -138,7 +138,7 @@ class OnlineLearner:
         self._counts = torch.zeros(config.vocab_size, dtype=torch.long)  # how often each id was emitted
         is_trained = bool(self.heads.name_or_path)
         self.pace = Pace(rate_then=RATE_OF_TRAINED if is_trained else 1.0)
-        self.first_fit = None if is_trained else FirstFit.of(self.heads)
+        self.first_fit = FirstFit.of(self.heads)
         self._make_student()
         if has_heads:
             self._go_on(is_given=heads is not None)
