@@ -162,5 +162,5 @@ def test_the_script_of_a_gpu(tmp_path, monkeypatch):
     assert again["training"]["log"] == []  # it had been at its end
 
     (tmp_path / "prompts.jsonl").write_text(json.dumps(asked[0]) + "\n")
-    with pytest.raises(SystemExit, match=r"left time for 1 answers, and one is to learn from.*run it again"):
+    with pytest.raises(SystemExit, match=r"left time for 1 answers, and two are needed.*run it again"):
         run("--work", str(tmp_path / "other work"))

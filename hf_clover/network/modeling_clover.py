@@ -130,8 +130,8 @@ class CloverHeads(DraftHeads):
             rows = F.normalize(rows, dim=-1)
         return rows if self.config.embedding_scale == 1.0 else rows * self.config.embedding_scale
 
-    def read(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the heads make of the target's states before anything else.
+    def scaled_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The target's states as the first layer reads them: normed and scaled, if the config says so.
 
         Args:
             hidden_states (`torch.Tensor` of shape `[..., d]`):
@@ -181,7 +181,7 @@ class CloverHeads(DraftHeads):
         past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
         """The states, and for heads that recall: the tokens [B, C] of the text, the last layer's values and mask."""
-        x, to_recall = self.read(hidden_states), None
+        x, to_recall = self.scaled_states(hidden_states), None
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:

@@ -36,10 +36,11 @@ class FirstFit:
         return None
 
     def __init__(self, heads: CloverHeads, entry: EntryProjector) -> None:
-        size = 2 * heads.config.hidden_size + 1
         self.heads, self.layer = heads, entry.fc
-        self.squares = torch.zeros(size, size, device=heads.device)  # [2 d + 1, 2 d + 1] float32
-        self.products = torch.zeros(size, heads.config.hidden_size, device=heads.device)  # [2 d + 1, d]
+        size, inputs = heads.config.hidden_size, 2 * heads.config.hidden_size + 1
+        device = heads.device
+        self.squares = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)  # [2 d + 1, 2 d + 1]
+        self.products = torch.zeros(inputs, size, dtype=torch.float32, device=device)  # [2 d + 1, d]
         self.tokens = 0
         self.next_fit = FIRST
 
@@ -55,7 +56,7 @@ class FirstFit:
     def add(self, documents: Iterable[Document]) -> None:
         for document in documents:
             start, device = max(document.known - 1, 0), self.squares.device
-            states = self.heads.read(document.states[start:].to(device)).float()  # [N, d]
+            states = self.heads.scaled_states(document.states[start:].to(device)).float()  # [N, d]
             embeddings = self.heads.embed(document.next_tokens[start:].to(device)).float()  # [N, d]
             ones = states.new_ones(len(states), 1)
             inputs = torch.cat((states, embeddings, ones), dim=-1)[:-1]  # [N - 1, 2 d + 1]
@@ -70,7 +71,7 @@ class FirstFit:
             return False
         self.next_fit = round(GROWTH * self.tokens)
         damping = DAMPING / self.tokens * self.squares.diagonal().mean()
-        damped = self.squares + damping * torch.eye(len(self.squares), device=self.squares.device)
+        damped = self.squares + damping * torch.eye(len(self.squares), dtype=torch.float32, device=self.squares.device)
         found = torch.linalg.solve(damped, self.products).T  # [d, 2 d + 1]
         if not torch.isfinite(found).all():
             return False

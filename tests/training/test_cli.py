@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, cli, speculations
 from hf_clover.hub import push as hub
-from hf_clover.training import online
+from hf_clover.training import first_fit, online
 
 pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
 
@@ -103,6 +103,9 @@ def test_regenerate(workdir: Path, monkeypatch: pytest.MonkeyPatch, options: lis
 
 def test_regenerate_learns_from_its_answers_and_drafts_the_next_ones(workdir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(online, "TOKENS", 40)
+    monkeypatch.setattr(online, "REMEMBERED", 1)  # so that what is drafted was learned, and not copied
+    monkeypatch.setattr(first_fit, "FIRST", 40)
+    monkeypatch.setattr(first_fit, "LAST", 80)
     monkeypatch.setattr(online.OnlineLearner, "_may_step", lambda self: True)
     (workdir / "prompts" / "train.jsonl").write_text('{"prompt": "w1 w2"}\n' * 48)
     argv = ["regenerate", str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]

@@ -58,7 +58,7 @@ def weights_of(model) -> torch.Tensor:
 def test_the_first_fit_finds_the_linear_map_that_there_is(target, monkeypatch):
     """States of which each is a linear function of the last one and of the token between."""
     heads = CloverHeads.from_target(target)
-    heads.read = lambda states: states.float()
+    heads.scaled_states = lambda states: states.float()
     size, generator = heads.config.hidden_size, torch.Generator().manual_seed(0)
     turn, bias = (
         torch.linalg.qr(torch.randn(size, size, generator=generator))[0],

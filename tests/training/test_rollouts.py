@@ -7,7 +7,7 @@ from training.tiny import make_target, make_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_clover import CloverHeads, OnlineLearner, SpeculativeRollouts
-from hf_clover.training import online
+from hf_clover.training import first_fit, online
 
 PROMPTS = [f"w{i} w{i + 1} w{i + 2} w{2 * i}" for i in range(8)]
 
@@ -43,6 +43,8 @@ def weights_of(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("learns", [True, False])
 def test_the_policy_is_bit_for_bit_that_of_plain_rollouts(tmp_path, monkeypatch, learns):
     monkeypatch.setattr(online, "TOKENS", 40)
+    monkeypatch.setattr(first_fit, "FIRST", 20)
+    monkeypatch.setattr(first_fit, "LAST", 40)
     plain = make_target()
     trainer_of(tmp_path / "plain", plain).train()
     policy = make_target()
