@@ -89,6 +89,7 @@ class CallListener:
         # An earlier turn may not have been recorded, and the user may have cut the cache since.
         self._before = [] if known is None or known[0] != run.known_columns else known[1]
         self._turns, self._at_end = turns, at_end
+        self._kind = run.hidden.device.type
         self._prompt_mask = run.prompt_mask  # [B, T] bool
         self._parts: list[tuple[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]] = []
         self._documents: list[Document] | None = None
@@ -112,9 +113,10 @@ class CallListener:
                         states, following = states[shown], following[shown]
                     of_rows.setdefault(row, []).append((states, following))
             joined = ([torch.cat(parts) for parts in zip(*of_rows[row], strict=True)] for row in sorted(of_rows))
-            made = [Document(states, tokens) for states, tokens in joined]
-            if len(self._before) == len(made):
-                made = [earlier.continued(later) for earlier, later in zip(self._before, made, strict=True)]
+            with torch.autocast(self._kind, enabled=False):  # a caller's float16 refuses to join bfloat16
+                made = [Document(states, tokens) for states, tokens in joined]
+                if len(self._before) == len(made):
+                    made = [earlier.continued(later) for earlier, later in zip(self._before, made, strict=True)]
             self._documents, self._parts = made, []
         return self._documents
 

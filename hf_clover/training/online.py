@@ -275,7 +275,7 @@ class OnlineLearner:
         return self.step(LEAST)
 
     def step(self, least: int | None = None) -> bool:
-        """Make a step if at least `least` new tokens wait (600 by default). True if there was a step."""
+        """Make a step if at least `least` new tokens wait (300 by default). True if there was a step."""
         if self._is_off or not self._stepping.acquire(blocking=False):
             return False
         try:
@@ -284,10 +284,11 @@ class OnlineLearner:
                     return False
                 new, old = self.lessons.take(TOKENS)
             started = clock()
-            if not self.pace.is_resting:
-                self._learn(new, old)
-            elif self.pace.looks():
-                self._look(new)
+            with torch.autocast(self.heads.device.type, enabled=False):  # a caller's is for the target alone
+                if not self.pace.is_resting:
+                    self._learn(new, old)
+                elif self.pace.looks():
+                    self._look(new)
             self._step_seconds = clock() - started
             self._spent += self._step_seconds
             return True
@@ -361,7 +362,8 @@ class OnlineLearner:
         config = self.student.config
         mask = prediction_mask(batch["labels"], batch["position_ids"], config.num_heads)  # [K, 1, S]
         in_bfloat16 = multiplies_bfloat16_fast(self.heads.device)
-        with torch.autocast(self.heads.device.type, torch.bfloat16, enabled=in_bfloat16):
+        # Without its cache, which may hold weights that a caller's autocast has cast to float16.
+        with torch.autocast(self.heads.device.type, torch.bfloat16, enabled=in_bfloat16, cache_enabled=False):
             _, sums, _ = self.teacher.charge(self.student, batch, states, final_states, mask, nullcontext())
         return weighted_loss(sums, mask.sum((1, 2)), config.loss_decay)
 

@@ -195,6 +195,18 @@ def test_a_packed_target_can_be_learned_from(monkeypatch):
     assert not torch.equal(weights_of(made), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_callers_autocast_is_no_hindrance(target, dtype):
+    learner = learner_of(target)
+    with learner, torch.autocast("cpu", dtype):
+        plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+        for _ in range(3):
+            assert torch.equal(write(target, learner), plain)
+    assert learner.steps >= 2
+    assert torch.isfinite(weights_of(learner.heads)).all()
+    assert all(weight.dtype == torch.float32 for weight in learner.heads.parameters())
+
+
 def test_inference_mode_is_no_hindrance(target):
     learner = learner_of(target)
     with torch.inference_mode(), learner:
