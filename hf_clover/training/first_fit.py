@@ -20,9 +20,7 @@ from .lessons import Document
 FIRST = 1000  # tokens of the first fit
 GROWTH = 1.3  # factor by which the number of tokens grows from one fit to the next
 LAST = 10_000  # tokens after which the layer is learned in steps, as all others are
-DAMPING = (
-    200  # tokens that pull the weights to zero, as many as would double the mean square of an input at this count
-)
+DAMPING = 200  # weight of the pull of all weights towards zero, in tokens of average size
 
 
 class FirstFit:
