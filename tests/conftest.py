@@ -20,7 +20,7 @@ import torch
 
 import hf_clover  # noqa: F401  (installs the hook)
 from hf_clover.decoding import loop
-from hf_clover.decoding.budget import Budget, check_nodes
+from hf_clover.decoding.budget.fixed import Budget, check_nodes
 
 # A shell starts what runs in its background with Ctrl-C ignored, and programs started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

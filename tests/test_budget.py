@@ -22,17 +22,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.budget import (
+from hf_clover.decoding.budget.acceptance import Acceptance
+from hf_clover.decoding.budget.automatic import (
     LONGEST_REST,
     PLAIN_EVERY,
-    Acceptance,
     AutomaticBudget,
-    Budget,
     Experience,
-    check_nodes,
     make_budget,
 )
-from hf_clover.decoding.costs import (
+from hf_clover.decoding.budget.costs import (
     NOISE,
     ON_CPU,
     ON_DEVICE,
@@ -43,6 +41,7 @@ from hf_clover.decoding.costs import (
     Recent,
     cost_by_size,
 )
+from hf_clover.decoding.budget.fixed import Budget, check_nodes
 from hf_clover.decoding.target.memory import memory_of
 from hf_clover.decoding.tree import Tree, root_only, with_path
 

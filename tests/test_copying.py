@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
-from hf_clover.decoding.budget import AutomaticBudget
+from hf_clover.decoding.budget.automatic import AutomaticBudget
 from hf_clover.decoding.draft import drafter as drafter_module
 from hf_clover.decoding.draft.copies import RUNS, RUNS_ELSEWHERE, STEADY, Copies
 from hf_clover.decoding.draft.drafter import CloverDrafter
@@ -207,7 +207,7 @@ class Resting(AutomaticBudget):
 @pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
 def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, lengths):
     """The heads draft nothing, also rows without a copy beside those with one; the tokens stay plain generate's."""
-    monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
+    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     asked = []
 
     class Watched(CloverDrafter):
@@ -235,7 +235,7 @@ def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
 def test_copies_alone_where_only_chains_are_verified(monkeypatch, name, context, method, kwargs):
     """What is copied is a chain. Rows that wait for each other do without."""
-    monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
+    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     target = that_repeats_itself(name, context)
     heads = CloverHeads.from_target(target, draft_copies=6)
     options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
@@ -256,7 +256,7 @@ def test_copies_alone_where_only_chains_are_verified(monkeypatch, name, context,
 @pytest.mark.automatic
 def test_heads_that_give_nan_are_found_beside_copies(model, monkeypatch):
     """A row without a copy is no sign of it."""
-    monkeypatch.setattr("hf_clover.decoding.budget.AutomaticBudget", Resting)
+    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     inputs = ragged_batch(VOCABULARY, (40, 25, 12))
     heads = CloverHeads.from_target(model, draft_copies=6)
     with warnings.catch_warnings():

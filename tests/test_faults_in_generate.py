@@ -23,8 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.budget import make_budget
-from hf_clover.decoding.costs import ON_CPU, cost_by_size
+from hf_clover.decoding.budget.automatic import make_budget
+from hf_clover.decoding.budget.costs import ON_CPU, cost_by_size
 from hf_clover.decoding.route import CloverWarning
 from hf_clover.decoding.target.attention import attention_for_trees
 from hf_clover.decoding.target.memory import memory_of

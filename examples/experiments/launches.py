@@ -27,7 +27,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTraine
 from hf_clover import CloverHeads
 from hf_clover.decoding import graphs, loop, tree
 from hf_clover.decoding import route as route_module
-from hf_clover.decoding.budget import AutomaticBudget
+from hf_clover.decoding.budget.automatic import AutomaticBudget
 from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.draft.session import DraftSession
 from hf_clover.decoding.target.trees import TargetRun

@@ -23,9 +23,10 @@ from drafters import along, ask, read_questions
 from transformers import PreTrainedModel, set_seed
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.budget import AutomaticBudget, Budget, Experience
+from hf_clover.decoding.budget.automatic import AutomaticBudget, Experience
+from hf_clover.decoding.budget.costs import SIZES
+from hf_clover.decoding.budget.fixed import Budget
 from hf_clover.decoding.call import Dice, random_state
-from hf_clover.decoding.costs import SIZES
 from hf_clover.decoding.draft.copies import Copies
 from hf_clover.decoding.draft.foresight import Foresight, FromDice
 from hf_clover.decoding.draft.session import DROP_BELOW

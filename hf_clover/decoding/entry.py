@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of, unwrap
 from ..targets.private_api import generate_plainly, why_unavailable
-from .budget import check_nodes
+from .budget.fixed import check_nodes
 from .call import Text
 from .loop import speculate
 from .processes import goes_in_step, share_random_state

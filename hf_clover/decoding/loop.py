@@ -15,7 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ..network.modeling_heads import DraftHeads
 from ..targets.private_api import cache_name
-from .budget import make_budget
+from .budget.automatic import make_budget
 from .call import Text
 from .draft.session import DraftSession, layers_read
 from .processes import any_goes_on, shared_budget

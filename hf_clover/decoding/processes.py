@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
 from ..network.target_parts import device_of
-from .budget import Budget
+from .budget.fixed import Budget
 from .call import random_state, set_random_state
 from .tree import Tree
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from ..decoding.budget import plain_step_of
+from ..decoding.budget.automatic import plain_step_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,7 @@ from transformers import Cache
 
 from ...network.modeling_heads import DraftHeads
 from ...targets.hidden_states import BEFORE_NORM, read_by
-from ..budget import Budget
+from ..budget.fixed import Budget
 from ..call import Text
 from ..record import Listener
 from ..route import warn

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from ...network.modeling_heads import DraftHeads
-    from ..budget import Experience
+    from ..budget.automatic import Experience
     from ..cache.static import StaticTreeCache
 
 

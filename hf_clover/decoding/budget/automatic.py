@@ -1,14 +1,11 @@
-"""How many nodes a tree gets.
+"""As many nodes for every tree as give the most tokens per second.
 
-Contract: a budget is asked before each step how many nodes the heads shall draft or, where they are not needed, how
-many copied tokens are worth a step without them (`ask`). It cuts the tree that was drafted (`cut`), and is told what
-the step took and gave (`learn`). What it says changes time, never tokens. A fixed budget always says the same. The
-automatic one learns two things as steps go by, and keeps them from call to call: what a step costs (`Costs`, for each
-device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities are worth
-(`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that are
-furthest behind count as much as all rows do. Where steps are graphs, reading a draft's probabilities would be a second
-wait for the device: the size is chosen before the draft, by what trees of each size have given. Where drafts promise
-less than a step without them would, the heads rest, longer each time. A new call cuts a long rest short.
+Contract: `AutomaticBudget` learns two things as steps go by, and keeps them from call to call: what a step costs
+(`Costs`, for each device, dtype, number of rows and doubling of the text), and how much the draft's own probabilities
+are worth (`Acceptance`). Of each tree it keeps the first nodes that promise the most tokens per second; the rows that
+are furthest behind count as much as all rows do. Where steps are graphs, reading a draft's probabilities would be a
+second wait for the device: the size is chosen before the draft, by what trees of each size have given. Where drafts
+promise less than a step without them would, the heads rest, longer each time. A new call cuts a long rest short.
 
 Shapes: B rows, N draft nodes.
 """
@@ -19,18 +16,18 @@ import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from ..network.modeling_heads import DraftHeads
-from ..network.target_parts import device_of
+from ...network.modeling_heads import DraftHeads
+from ...network.target_parts import device_of
+from ..target.memory import memory_of
+from ..tree import Tree
+from .acceptance import Acceptance
 from .costs import DRAFT, ON_CPU, ON_DEVICE, SHORTEST_REST, SIZES, SIZES_IN_GRAPHS, START, Costs, Guess, cost_by_size
-from .target.memory import memory_of
-from .tree import Tree
+from .fixed import Budget, check_nodes
 
-MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
 LATELY = 12  # trees: as many nodes are drafted as the largest of them had, and more where more may pay
 LONGEST_REST = 128  # steps; the first of several in a row are shorter, since a text has easy stretches too
 AFTER_RESTS = 5  # nodes drafted after more than two rests in a row, only to see whether it pays by now
@@ -43,116 +40,7 @@ PLAIN_EVERY = 64  # steps, where it does; sooner, as long as few plain steps are
 NEARLY = 0.98  # as good as the best, if it is smaller: it is cheaper to be wrong about
 UNEVEN = 0.2  # of what drafts gain in a large batch, lost since some rows gain more than others and all wait
 LOOK_EVERY = 4  # drafts, after which two sizes more are drafted where all that was drafted paid; at first, always
-LATEST = 1 / 32  # weight of the newest tree in the average number of tokens that a size gives
 EXPLORE_EVERY = 16  # drafts, after which a size beside the best is taken, so that the costs stay known
-
-
-def check_nodes(asked: Any, room: int | None = None) -> int | None:
-    """`num_assistant_tokens`, refused if it is no tree size. `room`: nodes that a fixed cache still holds."""
-    if asked is None:
-        return None
-    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= MOST_NODES:
-        raise ValueError(
-            f"`num_assistant_tokens={asked!r}` is no tree size: it must be a positive integer, the number of drafted "
-            f"nodes per step (at most {MOST_NODES}), or None to let hf_clover choose."
-        )
-    if room is not None and asked > room:
-        raise ValueError(
-            f"`num_assistant_tokens={asked}` is more than the cache can hold: beside the text there is room for "
-            f"{max(room, 0)} nodes. Lower `num_assistant_tokens`, or raise `max_cache_len`."
-        )
-    return asked
-
-
-# ---------------------------------------------------------------------- fixed
-
-
-@dataclass
-class Budget:
-    """As many nodes for every tree; others are kinds of it. What a budget says changes time, never tokens."""
-
-    nodes: int
-    in_graphs: bool = False  # what it is asked about runs in graphs: there are few sizes, and costs of their own
-
-    @property
-    def most_nodes(self) -> int:
-        """That any tree will have, without its root."""
-        return self.nodes
-
-    def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
-        """Before a draft: how many nodes the heads shall draft, and how many copied tokens are to be verified in a
-        step without them. `lengths`: of the texts of the unfinished rows; `replayed`: settled tokens that this step's
-        forward takes again; `copies` [rows, k]: joint log-probabilities of what is copied."""
-        return self.nodes, 0
-
-    def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
-        """After it: the part of `tree` that is worth verifying. `rows`: the unfinished ones among those of the tree;
-        `lengths`: of their texts."""
-        return tree
-
-    def learn(self, tree: Tree, paths: Sequence[Sequence[int]], draft_seconds: float, forward_seconds: float) -> None:
-        """After the walk: which nodes each unfinished row walked, and what the step took."""
-
-
-# ---------------------------------------------------------------------- what is learned
-
-
-class Acceptance:
-    """What a joint probability is worth: by halves (1 to 1/2, 1/2 to 1/4, ...), how many nodes the target accepted
-    against how many were promised, forgetting slowly. And all of it together: heads that know nothing may be as sure
-    of themselves as others, and a few first drafts tell one from the other before each half has been seen."""
-
-    BINS, MEMORY = 12, 0.98
-    HOPE, SURELY, LUCK = 3.0, 9.0, 0.05  # log odds that heads know anything, at first and at most; luck's share
-
-    def __init__(self) -> None:
-        self.promised, self.kept = torch.zeros(2, self.BINS, dtype=torch.float32)
-        self.tokens: dict[int, float] = {}  # that a row's step over so many nodes gives, on average
-        self.trees: dict[int, int] = {}  # that the average is of
-        self.odds = self.HOPE
-
-    def bins(self, log_probs: torch.Tensor) -> torch.Tensor:
-        return (log_probs * -1.4427).clamp(0, self.BINS - 1).long()  # of base 2
-
-    def expected(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """[B, N] -> the probability that each node is accepted."""
-        factor = (self.kept + 1) / (self.promised + 1)  # [bins]
-        factor *= min((1 + math.exp(-self.HOPE)) / (1 + math.exp(-self.odds)), 1.0)
-        return (log_probs.exp() * factor[self.bins(log_probs)]).clamp(max=1.0)
-
-    def forget(self) -> None:
-        """A part of the doubt in the heads: what is not verified teaches nothing, so they get another chance."""
-        self.odds += max(self.HOPE - self.odds, 0.0) / 4
-
-    def learn(self, log_probs: torch.Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """log_probs [B, N] of the rows that walked `paths`."""
-        bins = self.bins(log_probs)
-        rows = [row for row, path in enumerate(paths) for _ in path[1:]]
-        nodes = [node - 1 for path in paths for node in path[1:]]
-        self.promised = self.MEMORY * self.promised
-        self.promised += torch.bincount(bins.flatten(), log_probs.exp().flatten(), self.BINS)
-        self.kept = self.MEMORY * self.kept + torch.bincount(bins[rows, nodes], minlength=self.BINS)
-        for promise, path in zip(log_probs[:, 0].exp().clamp(max=0.6).tolist(), paths, strict=True):
-            if promise > self.LUCK:  # of the likeliest first draft; nobody is believed to be surer than 0.6
-                is_right = len(path) > 1 and path[1] == 1
-                self.odds += math.log(promise / self.LUCK if is_right else (1 - promise) / (1 - self.LUCK))
-        self.odds = min(max(self.odds, -self.SURELY), self.SURELY)
-
-    def learn_sizes(self, sizes: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """What the first `sizes` nodes of a tree would have given, of which rows walked `paths`."""
-        for size in sizes:
-            seen = sum(1 + sum(node <= size for node in path[1:]) for path in paths) / len(paths)
-            count = self.trees[size] = self.trees.get(size, 0) + 1
-            known = self.tokens.get(size, 1.0)
-            self.tokens[size] = known + max(LATEST, 1 / count) * (seen - known)
-
-    def given_by(self, sizes: Sequence[int]) -> list[float]:
-        """Tokens of a step over each of `sizes` nodes, 0 first; larger trees than were seen gain no more."""
-        known, best = [], 1.0
-        for size in sizes:
-            best = max(best, self.tokens.get(size, best))
-            known.append(best)
-        return known
 
 
 Key = tuple[Hashable, int, int]  # what costs depend on: the mode, the rows, and how often their text has doubled

@@ -1,4 +1,4 @@
-"""What a step costs, as the automatic budget (`budget.py`) learns it.
+"""What a step costs, as the automatic budget learns it.
 
 Contract: `Costs` is told what plain steps, drafts and forwards over trees took, and knows where drafting stands with
 as many rows of a text of that length. `cost_by_size` makes of the times, which wander on every machine, what each size
