@@ -177,13 +177,16 @@ def test_unbound_heads_say_what_to_do():
 # ---------------------------------------------------------------------- one at a time, with the cache
 
 
-def chain_of(heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cache: TreeCache) -> torch.Tensor:
-    """All heads from what `encode` gave last [B, ...] with the data's own tokens [B, K] -> [K, B, d]."""
+def chain_of(
+    heads: CloverHeads, state: torch.Tensor, tokens: torch.Tensor, cache: TreeCache, text: torch.Tensor
+) -> torch.Tensor:
+    """All heads from what `encode` gave last [B, ...] with the data's own tokens [B, K] -> [K, B, d]. `text` [B, C]:
+    the tokens of the cache's columns."""
     count, outputs = heads.config.num_heads, []
     first_state, searched = state, None
     if heads.config.recall:
-        ids, values = cache.export(-1, cache.lengths[0])[0], cache.export(-2, cache.lengths[0])[1]
-        searched, runs = searched_text(ids[:, 0, :, 0], *stretches(None, ids[:, 0, :, 0], 1))
+        values = cache.export(-1, cache.lengths[0])[1]
+        searched, runs = searched_text(text, *stretches(None, text, 1))
     for level in range(count):
         told = ()
         if searched is not None:
@@ -224,7 +227,7 @@ def test_step_by_step_equals_one_pass(fields, prefix):
                     states = heads.encode(hidden[:, t : t + 1], ids[:, t : t + 1], past_key_values=cache)
                 cache.commit([[0], [0]])
             torch.testing.assert_close(states[:, -1], whole.state[:, t], atol=1e-5, rtol=1e-5)
-            chain = chain_of(heads, states[:, -1], ids[:, t : t + count], cache)
+            chain = chain_of(heads, states[:, -1], ids[:, t : t + count], cache, ids[:, : t + 1])
             torch.testing.assert_close(chain, whole.head_outputs[:, :, t], atol=1e-5, rtol=1e-5)
 
 

@@ -123,10 +123,10 @@ class Drafter(nn.Module):
         if isinstance(metadata, dict):
             metadata = metadata[self.layer_name]
         no_mask = hidden_states.new_empty(1, 1, 0, 0)  # the paged attention has its own
-        state, to_recall = self.heads._encode(hidden_states[None], ids[None], no_mask, positions[None], None)
+        state, values, _ = self.heads._encode(hidden_states[None], ids[None], no_mask, positions[None], None)
         self.runs = None
-        if to_recall is not None and metadata is not None:
-            recalled = (self._recalled_first(ids, positions, to_recall[1], metadata),)
+        if values is not None and self.heads.config.recall and metadata is not None:
+            recalled = (self._recalled_first(ids, positions, values, metadata),)
         return self.heads.step(0, state[0], ids, *recalled)
 
     # ------------------------------------------------------------------ recall

@@ -206,8 +206,8 @@ class CloverConfig(HeadsConfig):
 
     @property
     def num_cache_layers(self) -> int:
-        """Layers of a cache for these heads: one per layer of the block, and one for the tokens if they recall."""
-        return self.num_augmenting_layers + self.recall
+        """Layers of a cache for these heads."""
+        return self.num_augmenting_layers
 
     @property
     def has_entry_decoder(self) -> bool:

@@ -165,7 +165,7 @@ class CloverHeads(DraftHeads):
             position_ids (`torch.Tensor` of shape `[1 or B, T]`, *optional*):
                 Positions of the states; by default they continue from the cache's length.
             past_key_values (`Cache`, *optional*):
-                A cache of `config.num_cache_layers` layers.
+                A cache with a layer for each layer of the block.
 
         Returns:
             `torch.Tensor` of shape `[B, T, d]`
@@ -179,25 +179,20 @@ class CloverHeads(DraftHeads):
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         past_key_values: Cache | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None]:
-        """The states, and for heads that recall: the tokens [B, C] of the text, the last layer's values and mask."""
-        x, to_recall = self.scaled_states(hidden_states), None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """The states, the values of the block's last attention [B, kv_heads, C, head_dim], and its mask."""
+        x, values = self.scaled_states(hidden_states), None
         if self.config.has_entry_decoder:
             x = self.entry_decoder(x, self.embed(input_ids))
         if self.config.has_augmenting_block:
             rope, attention_mask = self.rope_and_mask(x, attention_mask, position_ids, past_key_values)
             for layer in self.layers:
                 x, values = layer(x, rope, attention_mask, past_key_values)
-            if self.config.recall:
-                tokens = input_ids[:, None, :, None]  # [B, 1, T, 1], as a cache takes them
-                if past_key_values is not None:
-                    tokens, _ = past_key_values.update(tokens, tokens, len(self.layers))  # [B, 1, C, 1]
-                to_recall = tokens[:, 0, :, 0], values, attention_mask
         if hasattr(self, "norm"):
             x = self.norm(x)
         elif not self.config.normalize_hidden_states:
             x = self._target_norm(x)
-        return x, to_recall
+        return x, values, attention_mask
 
     def recall(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """What `step` reads about an earlier place of the text, after which the draft may continue as the text did.
@@ -264,7 +259,6 @@ class CloverHeads(DraftHeads):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         return_dict: bool = True,
     ) -> CloverOutput | tuple[torch.Tensor, ...]:
         """Run all heads over a text whose tokens are all known, as in training.
@@ -278,8 +272,6 @@ class CloverHeads(DraftHeads):
                 As for `encode`.
             position_ids (`torch.Tensor`, *optional*):
                 As for `encode`.
-            past_key_values (`Cache`, *optional*):
-                As for `encode`.
             return_dict (`bool`, *optional*, defaults to `True`):
                 `False` returns a tuple in place of the `CloverOutput`.
 
@@ -292,11 +284,10 @@ class CloverHeads(DraftHeads):
                 f"`input_ids` {tuple(input_ids.shape)} must have one token per position of `hidden_states` "
                 f"{tuple(hidden_states.shape)}: input_ids[:, t] is the token that follows hidden_states[:, t]."
             )
-        first, to_recall = self._encode(hidden_states, input_ids, attention_mask, position_ids, past_key_values)
+        first, values, mask = self._encode(hidden_states, input_ids, attention_mask, position_ids, None)
         state, length, outputs, places = first, input_ids.shape[1], [], None
-        if to_recall is not None and length:
-            text, values, mask = to_recall
-            places = places_along(text, mask, input_ids, self.config.num_heads)  # of each level [B, T]
+        if self.config.recall and length:
+            places = places_along(input_ids, mask, input_ids, self.config.num_heads)  # of each level [B, T]
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]

@@ -47,6 +47,7 @@ class StaticSlots(Slots):
 
     state: torch.Tensor  # [B, 2 + M] length, first target of the moved entries, their sources
     text: torch.Tensor  # [B, C] bool, False where the prompt is padding
+    tokens: torch.Tensor  # [B, C] the token after each column, where heads draft with this cache
     has_gaps = False  # some row has padding elsewhere than before its text
     capacity: int
     doubles = True  # when a text outgrows the cache
@@ -125,6 +126,7 @@ class StaticTreeCache(TreeCache):
         with torch.inference_mode(False):
             self.slots.state = torch.zeros(rows, 2 + MOVES, dtype=torch.long, device=device)
             self.slots.text = torch.ones(rows, capacity, dtype=torch.bool, device=device)
+            self.slots.tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
 
     @property
     def capacity(self) -> int:
@@ -174,7 +176,8 @@ class StaticTreeCache(TreeCache):
             for layer in self.layers:
                 if layer.is_initialized:
                     layer._use([layer._resized(buffer, capacity) for buffer in layer.buffers])
-            self.slots.text = F.pad(self.slots.text, (0, capacity - self.slots.text.shape[1]), value=True)
+            more = (0, capacity - self.slots.text.shape[1])
+            self.slots.text, self.slots.tokens = F.pad(self.slots.text, more, value=True), F.pad(self.slots.tokens, more)
         self.slots.capacity = capacity
 
     def _held(self) -> set[int]:
@@ -212,7 +215,8 @@ class StaticTreeCache(TreeCache):
         self._move_now()
         kept = torch.tensor(rows, device=self.slots.state.device)
         held = [buffer for layer in self.layers for buffer in layer.buffers]
-        for buffer, dim in (*((buffer, buffer.ndim - 4) for buffer in held), (self.slots.text, 0)):
+        per_row = ((buffer, 0) for buffer in (self.slots.text, self.slots.tokens))
+        for buffer, dim in (*((buffer, buffer.ndim - 4) for buffer in held), *per_row):
             buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))
         self.slots.lengths = [self.slots.lengths[row] for row in rows]
         self._hold()

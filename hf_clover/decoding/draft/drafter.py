@@ -14,13 +14,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ...network.blocks import followed, last_place, searched_text, stretches
 from ...network.modeling_clover import CloverHeads
 from ...network.modeling_heads import DraftHeads
-from ..cache.by_row import TreeCache
+from ..cache.by_row import Slots, TreeCache
 from ..tree import Expand, Tree, grow_chain, grow_global, grow_levels, root_only, with_path
 from .foresight import Foresight
 
@@ -158,6 +159,7 @@ class CloverDrafter:
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
         self.state: torch.Tensor | None = None  # [B, ...] the output of `encode` at the text's end
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
+        self.text: torch.Tensor | None = None  # [B, C] the token after each column of the cache, for heads that recall
         self.is_broken = False  # the heads gave NaN: nothing more is drafted
         self._waiting: list[Settled] = []
 
@@ -186,6 +188,8 @@ class CloverDrafter:
             self.state = self.state[index]
         if self.roots is not None:
             self.roots = self.roots[index]
+        if self.text is not None:
+            self.text = self.text[index]
         self._waiting = [each.of_rows(index, rows) for each in self._waiting]
 
     def with_path(self, tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
@@ -217,11 +221,22 @@ class CloverDrafter:
         new, self._waiting = Settled.joined(self._waiting), []
         if self.cache is not None and not self.cache.lengths:
             self.cache.finish_filling(new.hidden.shape[0])
+        if self.cache is not None and self.config.recall:
+            self.text = self._text_with(new.next_tokens, self.cache.slots)
         states = self._states_of(new)  # [B, m, d]
         state = new.at_last(states)  # [B, d]
         if min(new.counts) == 0 and self.state is not None:
             state = torch.where(torch.tensor(new.counts, device=state.device)[:, None] > 0, state, self.state)
         self.state = state
+
+    def _text_with(self, tokens: torch.Tensor, slots: Slots) -> torch.Tensor:
+        """The text with `tokens` [B, m] behind each row's own."""
+        text = tokens[:, :0] if self.text is None else self.text
+        if slots.is_even:
+            return torch.cat((text[:, : slots.lengths[0]], tokens), dim=1)
+        index = slots.starts_on(tokens.device) + torch.arange(tokens.shape[1], device=tokens.device)  # [B, m]
+        more = max(slots.lengths) + tokens.shape[1] - text.shape[1]
+        return F.pad(text, (0, more)).scatter(1, index, tokens)
 
     def _states_of(self, new: "Settled") -> torch.Tensor:
         """The heads' states [B, m, d], computed in blocks of as many positions as the caller sets, or a mask
@@ -285,10 +300,10 @@ class CloverDrafter:
         if cache is None or not self.config.recall:
             return None
         columns = max(cache.lengths)
-        of_tokens, of_layer = cache.export(-1, columns), cache.export(-2, columns)
-        if of_tokens is None or of_layer is None:  # nothing has been taken in
+        kept = cache.export(-1, columns)
+        if kept is None or self.text is None:  # nothing has been taken in
             return None
-        tokens, values = of_tokens[0][:, 0, :, 0], of_layer[1]  # [B, C] and [B, kv_heads, C, head_dim]
+        tokens, values = self.text[:, :columns], kept[1]  # [B, C] and [B, kv_heads, C, head_dim]
         if self.prompt_mask is None and cache.slots.is_even:
             return tokens, values, None
         starts = cache.slots.starts_on(tokens.device)[..., None]  # [B, 1, 1]

@@ -129,12 +129,12 @@ class GraphDrafter(CloverDrafter):
         """`last`: what `_last` returned; `how`: nodes, shape and foresight."""
         to_recall, slots = None, self.cache.slots
         if self.has_block and self.config.recall:
-            values, tokens = self.cache.layers[-2].values, self.cache.layers[-1].keys
-            values, tokens = (part[: slots.seen_rows, :, : slots.seen_columns] for part in (values, tokens))
+            values = self.cache.layers[-1].values[: slots.seen_rows, :, : slots.seen_columns]
+            tokens = slots.tokens[: slots.seen_rows, : slots.seen_columns]
             visible = slots.visible_text & (
                 torch.arange(slots.seen_columns, device=roots.device) < slots.starts + counts[:, None]
             )  # [B, C]
-            to_recall = tokens[:, 0, :, 0], values, visible[:, None, None]
+            to_recall = tokens, values, visible[:, None, None]
         return grow(self.heads, state, to_recall, roots, *how)
 
     def _state_after(
@@ -151,6 +151,7 @@ class GraphDrafter(CloverDrafter):
         else:
             slots, (rows, width), device = self.cache.slots, next_tokens.shape, hidden.device
             slots.index = slots.starts + torch.arange(width, device=device)  # [B, m]
+            slots.tokens[:rows].scatter_(1, slots.index, next_tokens)
             causal = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
             visible = visible_columns(causal, slots.starts, slots.seen_columns, slots.visible_text)  # [B, m, C]
             mask = additive(visible, self.heads.dtype)
@@ -180,6 +181,7 @@ class GraphDrafter(CloverDrafter):
         mask = self._mask(new.hidden.shape[1], cache.lengths, new.hidden.device)
         states = self.heads.encode(new.hidden, new.next_tokens, mask, new.positions, cache)  # [B, m, d]
         cache.finish_filling(len(new.counts))
+        self.cache.slots.tokens[: len(new.counts), : new.next_tokens.shape[1]] = new.next_tokens
         return states
 
     def _states_of(self, new: Settled) -> torch.Tensor:
