@@ -41,23 +41,26 @@ def followed(text, most):
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=8), st.integers(1, 6))
 def test_it_finds_what_followed_the_longest_run(parts, most):
-    copies, text = Copies([parts[0]], most), list(parts[0])
+    text = list(parts[0])
+    copies = Copies([text], most)
     for part in parts[1:]:
-        copies.extend([part])
         text += part
+        copies.extend()
     guess, run = followed(text, most)
     assert copies.guesses[0] == guess
     assert copies.hopes[0] == [RUNS[max(known for known in RUNS if known <= run + i)] for i in range(len(guess))]
 
 
 def test_the_chance_is_that_of_the_run_and_of_what_was_right():
-    copies = Copies([[1, 2, 3, 4, 5, 6, 1, 2, 3]], most=3)
+    text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    copies = Copies([text], most=3)
     (tokens, joint), two, three, five = copies.paths([0]), *RUNS.values()
     assert tokens.tolist() == [[4, 5, 6]], "behind three tokens, four and five"
     assert joint[0].exp().tolist() == pytest.approx([three, three**2, three**2 * five])
-    copies.extend([[4, 9]])  # one right, one wrong
+    text += [4, 9]  # one right, one wrong
+    copies.extend()
     assert copies.chance(two) == pytest.approx(two * (1 + STEADY) / (2 * three + STEADY))
-    copies.extend([[]])
+    copies.extend()
     assert copies.guesses[0] == []
 
 

@@ -136,10 +136,10 @@ class Machine:
         takes as long as as many tokens of one row."""
         given = [0] * len(answers)  # tokens of each row behind its answer's first
         widest = max(answer.start for answer in answers)  # prompts are padded to one width
-        copies = Copies([answer.ids[: answer.start + 1] for answer in answers], COPIES)
-        fresh, running = [[] for _ in answers], list(range(len(answers)))
+        written, running = [answer.ids[: answer.start + 1] for answer in answers], list(range(len(answers)))
+        copies = Copies(written, COPIES)
         while running:
-            copies.extend(fresh)
+            copies.extend()
             paths = copies.paths(running)
             paths = paths if paths[0].shape[1] else None
             texts = [answers[row].ids[answers[row].start + given[row] :] for row in running]  # from the last token on
@@ -156,10 +156,10 @@ class Machine:
             draft = self.took(self.drafts, nodes * len(running)) if nodes else 0.0
             forward = self.took(self.forwards, tree.size * len(running) - 1)
             budget.learn(tree, walks, draft, forward)
-            fresh, going = [[] for _ in answers], []
+            going = []
             for place, path in zip(rows, walks, strict=True):
                 row, text = running[place], texts[place]
-                fresh[row] = text[1 : 1 + len(path)]
+                written[row] += text[1 : 1 + len(path)]
                 given[row] += len(path)
                 going += [row] if len(text) > 1 + len(path) else []
             self.seconds, self.tokens = self.seconds + draft + forward, self.tokens + sum(map(len, walks))

@@ -78,7 +78,7 @@ class Text:
     running: list[int] = field(default_factory=list)  # the rows that the target still runs, in its order
     ends: frozenset[int] = frozenset()  # tokens that end a row
     emitted: int = 0
-    fresh: list[list[int]] = field(default_factory=list)  # per row, tokens that `take_fresh` has not returned yet
+    tokens: list[list[int]] = field(default_factory=list)  # per row, the same text on the host
     found_no_drafts: bool = False  # this step's tree had nodes, but some row had no valid one
 
     @classmethod
@@ -104,7 +104,7 @@ class Text:
             scores=() if recorded and config.output_scores else None,
             logits=() if recorded and config.output_logits else None,
             finished=[False] * batch,
-            fresh=[[] for _ in range(batch)],
+            tokens=input_ids.tolist(),
             running=list(range(batch)),
         )
         if any(hasattr(criterion, "eos_token_id") for criterion in criteria):
@@ -164,11 +164,6 @@ class Text:
     def running_rows(self) -> list[torch.Tensor]:
         rows = self.rows()
         return [rows[row] for row in self.running]
-
-    def take_fresh(self) -> list[list[int]]:
-        """Per row, the tokens emitted since the last call of this method. They are on the host already."""
-        fresh, self.fresh = self.fresh, [[] for _ in self.fresh]
-        return fresh
 
     def last_tokens(self) -> Tree:
         """The last tokens of the running rows, as trees of one node each. They are the input of a forward that runs

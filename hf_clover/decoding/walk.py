@@ -62,7 +62,7 @@ def _replay_in_lockstep(
             torch.multinomial(probs, num_samples=1)  # raises, and says why there is no token
         for row, stop in enumerate(stops):
             paths[row].append(nodes[row])
-            text.fresh[row].append(picked[row])
+            text.tokens[row].append(picked[row])
             text.emitted += not text.finished[row]
             text.finished[row] = text.finished[row] or stop
         if text.streamer is not None:
@@ -102,7 +102,7 @@ def _replay_abreast(
             new = torch.tensor([[token]], device=text.input_ids[row].device)
             text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
             paths[place].append(node)
-            text.fresh[row].append(token)
+            text.tokens[row].append(token)
             text.emitted += 1
             text.finished[row] = bool(text.criteria(text.input_ids[row], None))
             child = children[place].get((node, token))
@@ -174,7 +174,7 @@ def _emit(
     if is_nan:
         raise_nan(logits)
     text.finished[row] = tokens[-1] in text.ends or len(tokens) >= text.room_of(row)
-    text.fresh[row] += tokens
+    text.tokens[row] += tokens
     text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
     text.emitted += len(tokens)
     if text.streamer is not None:

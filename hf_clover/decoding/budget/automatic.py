@@ -176,9 +176,7 @@ class AutomaticBudget(Budget):
         steps = [self.forwards[size] + self.drafting[size] for size in sizes]
         place = 1 + choose(tokens[1:], steps[1:])
         learned.chosen = (*learned.chosen, sizes[place])[-s.lately :]
-        if self.drafts % s.explore_every == 0 or (
-            len(learned.chosen) < s.lately and self.drafts % s.look_every == 0
-        ):
+        if self.drafts % s.explore_every == 0 or (len(learned.chosen) < s.lately and self.drafts % s.look_every == 0):
             return sizes[min(place + 1, len(sizes) - 1)]
         self._compare(learned, tokens[place], steps[place])
         return sizes[place] if learned.rest.is_over else 0

@@ -177,7 +177,8 @@ class StaticTreeCache(TreeCache):
                 if layer.is_initialized:
                     layer._use([layer._resized(buffer, capacity) for buffer in layer.buffers])
             more = (0, capacity - self.slots.text.shape[1])
-            self.slots.text, self.slots.tokens = F.pad(self.slots.text, more, value=True), F.pad(self.slots.tokens, more)
+            self.slots.text = F.pad(self.slots.text, more, value=True)
+            self.slots.tokens = F.pad(self.slots.tokens, more)
         self.slots.capacity = capacity
 
     def _held(self) -> set[int]:

@@ -1,6 +1,6 @@
 """Drafts copied from the text: the tokens that followed an earlier occurrence of the last few tokens.
 
-Contract: `Copies` keeps the rows' texts on the host, where every walk brings its tokens. If the last tokens of a row,
+Contract: `Copies` reads the rows' texts on the host, to which every walk adds its tokens. If the last tokens of a row,
 two or more, occurred before, the tokens that followed them are a path of drafts. The path is added to the heads' tree,
 with the probability that its tokens are right. That probability depends on how many tokens match, and on how often
 copies were right so far in this call. The best nodes of both are verified, as many as the tree was to have. Where the
@@ -113,39 +113,38 @@ def _runs_of(text: Sequence[int]) -> Iterator[tuple[Run, int]]:
 
 class Copies:
     def __init__(self, texts: Sequence[Sequence[int]], most: int, memory: TextMemory | None = None) -> None:
-        """`most`: tokens copied at once. `memory`: holds other texts."""
-        self.most, self.memory = most, memory
-        self.texts: list[list[int]] = [[] for _ in texts]
+        """`texts`: lists that their owner appends to; `most`: tokens copied at once; `memory`: holds other texts."""
+        self.texts, self.most, self.memory = texts, most, memory
+        self.seen = [0] * len(texts)  # tokens
         self.ends: list[dict[Run, int]] = [{} for _ in texts]  # a run -> where the last one ended
         self.guesses: list[list[int]] = [[] for _ in texts]
         self.hopes: list[list[float]] = [[] for _ in texts]  # the chance of each guessed token, as in most texts
         lengths = range(min(RUNS), max(RUNS) + most)
         self.chances = [RUNS[max(run for run in RUNS if run <= behind)] for behind in lengths]  # from 2 tokens on
         self.right = self.promised = 0.0
-        for row, text in enumerate(texts):
-            self._append(row, text)
+        for row in range(len(texts)):
+            self._guess(row)
 
     def chance(self, hope: float) -> float:
         """The chance of a copied token if those before it are right: `hope`, times how copies did in this call
         compared with what was hoped."""
         return min(hope * (self.right + STEADY) / (self.promised + STEADY), SURE)
 
-    def extend(self, new: Sequence[Sequence[int]]) -> None:
+    def extend(self) -> None:
         """Take in the tokens that each row got since the last call."""
         self.right, self.promised = KEEP * self.right, KEEP * self.promised
-        for row, tokens in enumerate(new):
+        for row, text in enumerate(self.texts):
+            tokens, guess = text[self.seen[row] :], self.guesses[row]
             if tokens:
-                guess = self.guesses[row]
                 right = agreeing(guess, tokens)
                 was_wrong = right < min(len(guess), len(tokens))
                 self.right += right
                 self.promised += sum(self.hopes[row][: right + was_wrong])
-                self._append(row, tokens)
+                self._guess(row)
 
-    def _append(self, row: int, tokens: Sequence[int]) -> None:
+    def _guess(self, row: int) -> None:
         text, ends = self.texts[row], self.ends[row]
-        start = max(len(text), min(RUNS))
-        text.extend(tokens)
+        start, self.seen[row] = max(self.seen[row], min(RUNS)), len(text)
         for end in range(start, len(text)):
             for run in RUNS:
                 ends[tuple(text[max(end - run, 0) : end])] = end

@@ -60,12 +60,11 @@ class DraftSession:
         budget.in_graphs = run.in_graphs
         waits = run.shape == "chain" and len(text.finished) > 1  # rows wait for each other
         most = 0 if waits or heads.config.draft_tree == "chain" else heads.config.draft_copies
-        self.copies = Copies([row.tolist() for row in text.rows()], most, heads.text_memory) if most else None
+        self.copies = Copies(text.tokens, most, heads.text_memory) if most else None
         self.drafted = 0  # nodes that the heads draft in this step
         self.obedience: Obedience | None = None  # in this step
         self.unwalked: Unwalked | None = None  # of the last chain, where rows wait for each other
         self.listener: Listener | None = None if heads.learner is None else heads.learner.listen(run)
-        text.take_fresh()
 
     def _drafter_of_conversation(self, heads: DraftHeads) -> CloverDrafter:
         """The drafter of the turn before, or a new one; in graphs where the device has them."""
@@ -199,7 +198,7 @@ class DraftSession:
         none."""
         if self.copies is None or self.drafter.is_broken or self.run.must_settle:
             return None
-        self.copies.extend(self.text.take_fresh())
+        self.copies.extend()
         paths = self.copies.paths(self.text.running)
         return paths if paths[0].shape[1] else None
 
@@ -218,7 +217,7 @@ class DraftSession:
         """The text is over: return its cache, with which the caller or plain generate can continue. None if nobody
         gets it."""
         if self.copies is not None:
-            self.copies.extend(self.text.take_fresh())
+            self.copies.extend()
             self.copies.remember()
         if not self.run.keeps_cache:
             return None
