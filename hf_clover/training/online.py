@@ -61,6 +61,7 @@ RATE_OF_TRAINED = 0.15  # factor of the rates for trained heads: at the rates of
 DRAFT_VOCABULARY = 8192  # ids that new heads score, if the target has at least twice as many
 STEPS_BETWEEN_SAVES = 50
 REMEMBERED = 100_000  # tokens of the last texts that drafts are copied from
+STREAMS: dict[str, Any] = {"cuda": torch.cuda}  # by the kind of device: a module with streams
 WINDOW = 512  # generated tokens per entry in the record of tokens per forward
 RECORD = "learning.json"
 
@@ -137,8 +138,7 @@ class OnlineLearner:
         config = self.heads.config
         self._is_known = torch.zeros(config.vocab_size, dtype=torch.bool)  # ids of the first draft vocabulary
         self._counts = torch.zeros(config.vocab_size, dtype=torch.long)  # how often each id was emitted
-        is_trained = bool(self.heads.name_or_path)
-        self.pace = Pace(rate_then=RATE_OF_TRAINED if is_trained else 1.0)
+        self.pace = Pace(rate_then=RATE_OF_TRAINED if are_trained(self.heads) else 1.0)
         self.first_fit = FirstFit.of(self.heads)
         self._make_student()
         if has_heads:
@@ -285,7 +285,7 @@ class OnlineLearner:
                     return False
                 new, old = self.lessons.take(TOKENS)
             started = clock()
-            with in_own_precision(self.heads):
+            with in_own_precision(self.heads), self._own_stream():
                 if not self.pace.is_resting:
                     self._learn(new, old)
                 elif self.pace.looks():
@@ -304,6 +304,19 @@ class OnlineLearner:
             return False
         finally:
             self._stepping.release()
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """A block whose kernels other threads' kernels do not wait for. They are done when it ends."""
+        module, device = STREAMS.get(self.heads.device.type), self.heads.device
+        if module is None:
+            yield
+            return
+        stream = module.Stream(device)
+        stream.wait_stream(module.current_stream(device))  # the recorded states come from there
+        with module.stream(stream):
+            yield
+        stream.synchronize()
 
     def _learn(self, new: list[Document], old: list[Document]) -> None:
         if self.first_fit is not None and not self._fit(self.first_fit, new):
@@ -536,6 +549,13 @@ def new_heads(target: PreTrainedModel) -> DraftHeads:
         return CloverHeads.from_target(
             target, draft_vocab_size=DRAFT_VOCABULARY if size >= 2 * DRAFT_VOCABULARY else None
         )
+
+
+def are_trained(heads: DraftHeads) -> bool:
+    """Whether heads were loaded, or have learned in this process: then no matrix is zero that was so at first."""
+    started = ((name, part) for name, part in heads.named_modules() if not name.startswith("layers."))
+    zeros = [part.weight for _, part in started if getattr(part, "start", None) == "zero"]
+    return bool(heads.name_or_path) or (bool(zeros) and all(bool(weight.any()) for weight in zeros))
 
 
 def state_of(target: PreTrainedModel) -> tuple:

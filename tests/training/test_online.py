@@ -2,7 +2,9 @@
 
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -281,6 +283,16 @@ def test_rates_come_down_as_gains_flatten_then_learning_rests_and_a_new_kind_of_
     assert pace.rate_then == 1.0
 
 
+@pytest.mark.parametrize("variant", ["clover-x", "clover", "medusa"])
+def test_heads_that_were_trained_in_this_process_learn_more_slowly_than_new_ones(target, variant):
+    heads = CloverHeads.from_target(target, variant)
+    assert OnlineLearner(heads, target).pace.rate_then == 1
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.add_(0.01)  # as training does
+    assert OnlineLearner(heads, target).pace.rate_then == online.RATE_OF_TRAINED
+
+
 def test_while_it_rests_no_weight_changes(target):
     learner = learner_of(target)
     learner.pace.is_resting = True
@@ -438,6 +450,39 @@ def test_a_step_that_gives_nan_is_dropped(target, monkeypatch, caplog):
     assert "gave NaN and was dropped" in caplog.text
     assert torch.equal(weights_of(learner.heads), before)
     assert torch.equal(weights_of(learner.student), before)
+
+
+def test_on_a_device_with_streams_a_step_has_one_of_its_own(target, monkeypatch):
+    """Stand-ins for streams: a step begins after the kernels of `generate`, and its own are done when it returns."""
+    events = []
+
+    class Stream:
+        def __init__(self, device):
+            assert device == target.device
+
+        def wait_stream(self, other):
+            events.append(f"wait for {other}")
+
+        def synchronize(self):
+            events.append("synchronize")
+
+    @contextmanager
+    def stream(_):
+        events.append("begin")
+        yield
+        events.append("end")
+
+    module = SimpleNamespace(Stream=Stream, stream=stream, current_stream=lambda _: "generate")
+    monkeypatch.setitem(online.STREAMS, "cpu", module)
+    learner = learner_of(target)
+    learner.first_fit = None
+    learn = learner._learn
+    monkeypatch.setattr(learner, "_learn", lambda *texts: (events.append("learn"), learn(*texts)))
+    with learner:
+        write(target, learner)
+        learner.step(least=1)
+    assert learner.steps > 0
+    assert events == ["wait for generate", "begin", "learn", "end", "synchronize"] * learner.steps
 
 
 def test_without_memory_learning_is_off_and_generate_goes_on(target, monkeypatch, caplog):
