@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_clover import CloverConfig, CloverHeads, TextMemory
 from hf_clover.decoding.budget.automatic import AutomaticBudget
+from hf_clover.decoding.budget.rest import State
 from hf_clover.decoding.draft import drafter as drafter_module
 from hf_clover.decoding.draft.copies import RUNS, RUNS_ELSEWHERE, STEADY, Copies
 from hf_clover.decoding.draft.drafter import CloverDrafter
@@ -200,7 +201,8 @@ class Resting(AutomaticBudget):
         super().learn(tree, paths, 0.0, 1.0)
 
     def ask(self, lengths, replayed=0, copies=None):
-        self._look_up(len(lengths), max(lengths)).resting = 9
+        rest = self._look_up(len(lengths), max(lengths)).rest
+        rest.state, rest.steps_left = State.RESTING, 9
         return super().ask(lengths, replayed, copies)
 
 

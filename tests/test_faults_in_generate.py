@@ -74,7 +74,7 @@ def test_memory_does_not_grow(target):
             options |= {"cache_implementation": "static"} if i % 11 == 0 else {}
             model.generate(**ragged_batch(VOCABULARY, ((5,), (4, 7), (5, 9, 3))[i % 3]), **options)
         experience = memory_of(model).experience
-        kinds = sum(len(learned.costs) for learned in experience.values())
+        kinds = sum(len(learned.steps) for learned in experience.values())
         experience.clear()  # what steps of each kind took: `Costs` keeps the last of them and no more
         gc.collect()
         things = gc.get_objects()
@@ -119,19 +119,19 @@ def test_threads_may_learn_from_each_other(model, heads):
             if stop.is_set():
                 return
             budgets[1].ask([context])
-            budgets[1].costs.learn_tree(0, 0.0, 1 + context % 9, 0.1)
+            budgets[1].learned.costs.learn_tree(0, 0.0, 1 + context % 9, 0.1)
             budgets[1].learn(tree, [[0]], 0.0, 0.1)
 
     budgets[1].ask([1])
-    budgets[1].costs.learn_plain(0.1)
-    budgets[1].costs.learn_tree(0, 0.0, 1, 0.1)
+    budgets[1].learned.costs.learn_plain(0.1)
+    budgets[1].learned.costs.learn_tree(0, 0.0, 1, 0.1)
     sys.setswitchinterval(1e-6)
     thread = threading.Thread(target=add)
     thread.start()
     try:
         for step in range(300):
             budgets[0].ask([3 << step % 7] * (1 + step % 5))
-            costs = budgets[1].costs
+            costs = budgets[1].learned.costs
             cost_by_size(costs.in_plain_steps(costs.forwards), [1], *ON_CPU.of(1))
     finally:
         stop.set()

@@ -587,8 +587,8 @@ def test_the_automatic_budget_asks_for_few_sizes(target, captures):  # noqa: F81
         tokens, mine = told(target, **common, assistant_model=heads, disable_compile=is_eager)
         assert torch.equal(tokens, plain)
         assert is_eager or set(mine.tree_sizes) <= {0, 7, 15, 31, 63}
-    known = memory_of(target).experience[heads].costs
+    known = memory_of(target).experience[heads].steps
     modes = {in_graphs for (_, in_graphs), _, _ in known}
     assert modes == {False, True}
-    learned = sum(len(costs.forwards) for (key, _, _), costs in known.items() if key[1])
+    learned = sum(len(its.costs.forwards) for (key, _, _), its in known.items() if key[1])
     assert 0 < learned < 90 - captures.made

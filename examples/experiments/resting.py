@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, set_seed
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget.automatic import AutomaticBudget, Experience
-from hf_clover.decoding.budget.costs import SIZES
 from hf_clover.decoding.budget.fixed import Budget
+from hf_clover.decoding.budget.settings import SIZES
 from hf_clover.decoding.call import Dice, random_state
 from hf_clover.decoding.draft.copies import Copies
 from hf_clover.decoding.draft.foresight import Foresight, FromDice

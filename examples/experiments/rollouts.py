@@ -1,6 +1,6 @@
 """What is speculation worth in online training, where the policy moves at every step?
 
-GRPO on prompts, with a reward for answers in the form of a list, by trl's own trainer on transformers' `generate`.
+GRPO on prompts, with a reward for answers in many lines, by trl's own trainer on transformers' `generate`.
 Four runs of one seed: plain rollouts, and rollouts drafted by new heads that learn from them, by heads that were
 trained for the policy as it began, and by the same heads where they go on learning. All must end with the same
 weights, bit for bit. Tokens per forward, seconds of each rollout (learning included) and seconds of each step, over
@@ -37,14 +37,14 @@ DEFAULTS = dict(
     steps=40,
 )
 TOY = dict(num_prompts=4, max_new_tokens=8, batch_size=2, steps=2)
-LISTED = 5  # lines of a list that earn the whole reward
+LINES = 8  # lines that earn the whole reward
 RUNS = ("plain", "new heads that learn", "trained heads that stay", "trained heads that learn")
 
 
-def list_reward(completions: Sequence[str], **_: Any) -> list[float]:
-    """The share of `LISTED` lines that begin with a number or a dash."""
-    counts = (sum(each.lstrip()[:1] in "-*•0123456789" for each in text.splitlines() if each) for text in completions)
-    return [min(count, LISTED) / LISTED for count in counts]
+def line_reward(completions: Sequence[str], **_: Any) -> list[float]:
+    """The number of lines that are not empty, as a share of `LINES`."""
+    counts = (sum(bool(line.strip()) for line in text.splitlines()) for text in completions)
+    return [min(count, LINES) / LINES for count in counts]
 
 
 class TimedGRPO(GRPOTrainer):
@@ -125,7 +125,7 @@ def trainer_for(
         seed=args.seed,
     )
     data = Dataset.from_dict({"prompt": list(prompts)})
-    trainer = TimedGRPO(policy, list_reward, config, train_dataset=data, processing_class=tokenizer)
+    trainer = TimedGRPO(policy, line_reward, config, train_dataset=data, processing_class=tokenizer)
     trainer.remove_callback(PrinterCallback)
     return trainer
 

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..budget.costs import SIZES_IN_GRAPHS
+from ..budget.settings import SIZES_IN_GRAPHS
 from ..graphs import Graphs
 from ..target.memory import memory_of
 from .by_row import Moves, Slots, TreeCache, TreeLayer
