@@ -11,7 +11,6 @@ Shapes: B rows, N draft nodes.
 """
 
 import copy
-import math
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +39,6 @@ class Learned:
     costs: Costs = field(default_factory=Costs)
     rest: Rest = field(default_factory=Rest)
     chosen: tuple[int, ...] = ()  # nodes that paid most in the last trees
-    reach: int = 0  # nodes that are drafted next
 
 
 @dataclass
@@ -83,7 +81,7 @@ class AutomaticBudget(Budget):
         return [size for size in every if size in SIZES_IN_GRAPHS or size == every[-1]] if self.in_graphs else every
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
-        """A step goes without the heads where they rest, or where copies promise much more than drafts gave lately."""
+        """A step goes without the heads where they rest, or where copies promise more than drafts gave lately."""
         self.copied, self.replayed, self.rest_gives = 0, replayed, 1.0
         learned = self._look_up(len(lengths), max(lengths))
         may_draft = learned.rest.may_draft()
@@ -93,14 +91,13 @@ class AutomaticBudget(Budget):
         self.forwards, self.drafting = learned.costs.of_sizes(self.sizes, guess, replayed)
         if copies is not None:
             copied, self.rest_gives = self._without_heads(copies, lengths)
-            may_draft &= copied == 0 or self.rest_gives <= SETTINGS.alone * learned.rest.advantage
+            may_draft &= copied == 0 or self.rest_gives <= learned.rest.advantage
             self.copied = 0 if may_draft else copied
         if not may_draft:
             return 0, self.copied
         if self.in_graphs:
             return self._size_before_the_draft(learned, len(lengths)), 0
-        reach = learned.reach if learned.chosen else max(SETTINGS.first_nodes // len(lengths), 1)
-        return max(size for size in self.sizes if size <= reach), 0
+        return self._most_worth_drafting(learned, len(lengths)), 0
 
     def cut(self, tree: Tree, rows: Sequence[int], lengths: Sequence[int]) -> Tree:
         self.drafted, self.log_probs = 0 if self.copied else tree.size - 1, None
@@ -125,7 +122,7 @@ class AutomaticBudget(Budget):
                 costs.learn_tree(self.drafted, draft_seconds, nodes + self.replayed, forward_seconds)
             else:
                 self.since_plain = 0
-                costs.learn_plain(forward_seconds)
+                costs.plain.add(forward_seconds)
 
     # ------------------------------------------------------------------ what is known
 
@@ -159,10 +156,16 @@ class AutomaticBudget(Budget):
         known = len(learned.costs.plain.values)
         if known == 0:
             return True
-        sure = SETTINGS.sure * math.exp(SETTINGS.errors * learned.costs.noise / known**0.5)
-        return self.since_plain >= min(2 << known, SETTINGS.plain_every) and learned.rest.advantage < sure
+        return self.since_plain >= min(2 << known, SETTINGS.plain_every) and learned.rest.advantage < SETTINGS.sure
 
     # ------------------------------------------------------------------ sizes
+
+    def _most_worth_drafting(self, learned: Learned, rows: int) -> int:
+        """As many nodes as the largest of the last trees kept; now and then one size more, to see whether it pays."""
+        sizes, chosen = self.sizes, learned.chosen
+        most = max(1, *chosen) if chosen else max(SETTINGS.first_nodes // rows, 1)
+        looks = 0 < len(chosen) < SETTINGS.lately or self.drafts % SETTINGS.look_every == 0
+        return sizes[min(sum(size <= most for size in sizes) - 1 + looks, len(sizes) - 1)]
 
     def _size_before_the_draft(self, learned: Learned, rows: int) -> int:
         """By the trees before this one; now and then one size more."""
@@ -186,27 +189,15 @@ class AutomaticBudget(Budget):
         learned, s = self.learned, SETTINGS
         drafted = int((log_probs > -torch.inf).sum(1).max())  # the rest are places that could not be filled
         sizes = [size for size in self.sizes if size <= drafted]
-        within = len(sizes)
-        if drafted == log_probs.shape[1]:  # two more: a size may be dearer than the one above it
-            sizes += [size for size in self.sizes if size > drafted][:2]
         self.drafts += 1
-        gained = gains_of(self.acceptance.expected(log_probs)[:, :drafted], lengths, sizes[-1])
-        verified = {0, *(seen.nodes - self.replayed for seen in learned.costs.forwards)}
-        hopes = [s.hope if size <= drafted and size not in verified else 1.0 for size in sizes]
-        tokens = [hope * gained[size] for hope, size in zip(hopes, sizes, strict=True)]
+        gained = gains_of(self.acceptance.expected(log_probs)[:, :drafted], lengths)
+        tokens, forwards = [gained[size] for size in sizes], [self.forwards[size] for size in sizes]
         steps = [self.forwards[size] + self.drafting[size] for size in sizes]
-        rates = [t / c for t, c in zip(tokens, steps, strict=True)]
-        place = choose(tokens[:within], steps[:within])  # of so many nodes, had no more been drafted
+        place = choose(tokens, steps)  # of so many nodes, had no more been drafted
         learned.chosen = (*learned.chosen, sizes[place])[-s.lately :]
-        looks = len(learned.chosen) < s.lately or self.drafts % s.look_every == 0
-        may_pay = place == within - 1 and (looks or max(rates[within:], default=0.0) > max(rates[:within]))
-        learned.reach = sizes[-1] if may_pay else max(1, *learned.chosen)
         self._compare(learned, tokens[place], steps[place])
-        if self.drafts % s.explore_every == 0:
-            up = place == 0 or self.drafts // s.explore_every % 2
-            return sizes[min(place + 1, within - 1) if up else place - 1]
-        paid = self.drafting[sizes[within - 1]]  # for all that was drafted, whatever is verified of it
-        return sizes[choose(tokens[:within], [self.forwards[size] + paid for size in sizes[:within]])]
+        paid = self.drafting[sizes[-1]]  # for all that was drafted, whatever is verified of it
+        return sizes[choose(tokens, [forward + paid for forward in forwards])]
 
     def _without_heads(self, copies: torch.Tensor, lengths: Sequence[int]) -> tuple[int, float]:
         """How many copied tokens a step without a draft verifies, and the tokens that it promises in a plain step's
@@ -219,11 +210,9 @@ class AutomaticBudget(Budget):
 
     def _compare(self, learned: Learned, tokens: float, steps: float) -> None:
         """A draft with a step without it, at the same place."""
-        learned.rest.learn(tokens / steps / self.rest_gives, steps - tokens / self.rest_gives)
+        learned.rest.learn(tokens / steps / self.rest_gives)
         if not learned.rest.is_over:
             self.acceptance.forget()
-            if learned.rest.in_vain > 2:
-                learned.reach, learned.chosen = SETTINGS.small_look, (SETTINGS.small_look,)
 
 
 def make_budget(

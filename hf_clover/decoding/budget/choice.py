@@ -19,21 +19,13 @@ def choose(gains: Sequence[float], costs: Sequence[float]) -> int:
     return next(place for place, rate in enumerate(rates) if rate >= SETTINGS.about_as_good * max(rates))
 
 
-def gains_of(chances: torch.Tensor, lengths: Sequence[int], most: int = 0) -> list[float]:
-    """Tokens of a step over the first 0, 1, ... nodes, which are accepted with these `chances` [rows, N]; up to `most`
-    as they would go on. A batch is over with its last row, and every row that ends makes the steps of the others
-    cheaper; so the rows furthest behind count as much as all rows do."""
+def gains_of(chances: torch.Tensor, lengths: Sequence[int]) -> list[float]:
+    """Tokens of a step over the first 0, 1, ... nodes, which are accepted with these `chances` [rows, N].
+
+    A batch is over with its last row, and every row that ends makes the steps of the others cheaper. So the rows
+    furthest behind count as much as all rows do."""
     shortest = min(lengths)
     last = [place for place, length in enumerate(lengths) if length == shortest]
     gains = (chances.mean(0) + chances[last].mean(0)) / 2  # [N]
     gains *= 1 - SETTINGS.uneven * (1 - 1 / len(lengths))
-    return list(accumulate(_with_more(gains.tolist(), most), initial=1.0))
-
-
-def _with_more(gains: list[float], size: int) -> list[float]:
-    """`gains` of the nodes of a tree, and of as many more as make it `size`: they fall on as they fell so far."""
-    if size <= len(gains):
-        return gains
-    fall = (gains[-1] / gains[0]) ** (1 / (len(gains) - 1)) if len(gains) > 1 else gains[0]
-    more = range(1, size - len(gains) + 1)
-    return gains + [gains[-1] * min(fall, 1.0) ** place for place in more]
+    return list(accumulate(gains.tolist(), initial=1.0))

@@ -49,7 +49,6 @@ class Recent:
 class Seen(NamedTuple):
     nodes: float
     seconds: float
-    near: list[float]  # seconds of the plain steps before it and, as they come, after it
 
 
 @dataclass
@@ -57,29 +56,16 @@ class Costs:
     plain: Recent = field(default_factory=Recent)  # seconds
     drafts: tuple[Seen, ...] = ()  # replaced and never changed: another thread may be reading them
     forwards: tuple[Seen, ...] = ()
-    near: list[float] = field(default_factory=list)  # the plain steps beside the trees of now
-    follows_plain: bool = False  # the last step was one
-    noise: float = SETTINGS.noise  # of a step's time, in logarithms
-
-    def learn_plain(self, seconds: float) -> None:
-        self.plain.add(seconds)
-        self.near.append(seconds)
-        del self.near[2 * SETTINGS.near : -SETTINGS.near]
-        self.follows_plain = True
 
     def learn_tree(self, drafted: int, draft_seconds: float, nodes: int, forward_seconds: float) -> None:
-        if self.follows_plain:
-            self.near, self.follows_plain = self.near[-SETTINGS.near :], False
         if nodes:
-            self.forwards = _with(self.forwards, Seen(nodes, forward_seconds, self.near))
+            self.forwards = _with(self.forwards, Seen(nodes, forward_seconds))
         if drafted:
-            self.drafts = _with(self.drafts, Seen(drafted, draft_seconds, self.near))
+            self.drafts = _with(self.drafts, Seen(drafted, draft_seconds))
 
     def in_plain_steps(self, seen: Sequence[Seen]) -> list[tuple[float, float]]:
-        """Nodes and plain steps: what slows a machine down for a while slows the plain steps beside it, too."""
-        lists = {id(near): near[: 2 * SETTINGS.near] or self.plain.values for _, _, near in seen}
-        paces = {key: statistics.median(seconds) for key, seconds in lists.items()}
-        return [(nodes, seconds / paces[id(near)]) for nodes, seconds, near in seen]
+        """Nodes and plain steps."""
+        return [(nodes, seconds / (self.plain.value or seconds)) for nodes, seconds in seen]
 
     def of_sizes(
         self, sizes: Sequence[int], guess: tuple[float, float], replayed: int = 0
@@ -88,8 +74,8 @@ class Costs:
         makes it; `replayed`: settled tokens that the forward takes again."""
         level, growth = guess
         beside_root = [size + replayed for size in sizes]
-        forwards, self.noise = cost_by_size(self.in_plain_steps(self.forwards), beside_root, level, growth)
-        drafts, _ = cost_by_size(self.in_plain_steps(self.drafts), sizes, SETTINGS.draft, growth)
+        forwards = cost_by_size(self.in_plain_steps(self.forwards), beside_root, level, growth)
+        drafts = cost_by_size(self.in_plain_steps(self.drafts), sizes, SETTINGS.draft, growth)
         # No forward takes less than one over a single token: where it seems so, that one was slow.
         slower = min([1.0, *forwards[1:]])
         forwards[0] = forwards[0] if replayed else slower
@@ -101,8 +87,8 @@ class Costs:
         """What was seen with `rows` as a guess for `others`, until more is known. A forward costs by its tokens, so
         as many in other rows are more or fewer nodes a row. A plain step is soon measured."""
         share, guess = rows / others, Costs()
-        guess.drafts = tuple(Seen(share * seen.nodes, seen.seconds, []) for seen in self.drafts[-4:])
-        forwards = [Seen(share * (seen.nodes + 1) - 1, seen.seconds, []) for seen in self.forwards]
+        guess.drafts = tuple(Seen(share * seen.nodes, seen.seconds) for seen in self.drafts[-4:])
+        forwards = [Seen(share * (seen.nodes + 1) - 1, seen.seconds) for seen in self.forwards]
         forwards = [seen for seen in forwards if seen.nodes <= SIZES[-1]]  # what is far off tells little
         guess.forwards = tuple(forwards[-4:])
         return guess
@@ -119,10 +105,10 @@ def _with(times: tuple[Seen, ...], seen: Seen) -> tuple[Seen, ...]:
 
 def cost_by_size(
     seen: Sequence[tuple[float, float]], sizes: Sequence[int], level: float, growth: float
-) -> tuple[list[float], float]:
-    """What each of `sizes` costs, and how much single times are off: medians by size, drawn to a line (in logarithms
-    of tokens and of time), and the line to a guess, the more the noisier the times are. Kernels have steps, and a line
-    cuts their corners: on many CPUs two rows take longer than four. `level`: of 8 tokens; `growth`: as they double."""
+) -> list[float]:
+    """What each of `sizes` costs: medians by size, drawn to a line (in logarithms of tokens and of time), and the line
+    to a guess, the more the noisier the times are. Kernels have steps, and a line cuts their corners: on many CPUs two
+    rows take longer than four. `level`: of 8 tokens; `growth`: as they double."""
     s = SETTINGS
     own: dict[float, list[float]] = {}
     for nodes, cost in seen:
@@ -143,4 +129,4 @@ def cost_by_size(
         count, line, trust = len(own.get(size, ())), y + slope * (math.log2(size + 1) - x), (noise / s.corner) ** 2
         seen_as = min(middle[size], line + s.corner) if count == 1 else middle.get(size, 0.0)  # see `_with`
         found.append(math.exp((seen_as * count + line * trust) / (count + trust) if count else line))
-    return found, noise
+    return found

@@ -23,8 +23,7 @@ class Rest:
     advantage: float = SETTINGS.first_advantage  # of drafts over steps without, a moving average
     drafts: int = 0  # so far
     steps_left: int = 0  # of a rest
-    length: int = SETTINGS.shortest_rest  # steps that the next rest has at least
-    in_vain: int = 0  # rests in a row, after which no draft paid
+    next_rest: int = SETTINGS.shortest_rest  # steps
 
     @property
     def is_over(self) -> bool:
@@ -41,20 +40,15 @@ class Rest:
         self.steps_left = max(self.steps_left - 1, 0)
         return self.is_over
 
-    def learn(self, advantage: float, lost: float) -> None:
-        """`advantage`: tokens that a draft promised, over those of a step without it in the same time; `lost`: plain
-        steps that it takes longer for as many tokens."""
+    def learn(self, advantage: float) -> None:
+        """`advantage`: tokens that a draft promised, over those of a step without it in the same time."""
         self.advantage += max(SETTINGS.newest_draft, 1 / (4 + self.drafts)) * (advantage - self.advantage)
         self.drafts += 1
-        if self.advantage >= 1:
-            self.length = SETTINGS.shortest_rest
         if advantage >= 1:
-            self.state, self.in_vain = State.DRAFTING, 0
+            self.state, self.next_rest = State.DRAFTING, SETTINGS.shortest_rest
         elif self.advantage < 1:
-            self.state, self.in_vain = State.RESTING, self.in_vain + 1
-            longest = min(SETTINGS.shortest_rest << self.in_vain, SETTINGS.longest_rest)
-            self.steps_left = min(max(self.length, int(lost / SETTINGS.lost)), longest)
-            self.length = min(2 * self.steps_left, longest)
+            self.state, self.steps_left = State.RESTING, self.next_rest
+            self.next_rest = min(2 * self.next_rest, SETTINGS.longest_rest)
 
     def of_other_rows(self, alike: float) -> "Rest":
         """A guess for another number of rows; `alike`: the smaller of both numbers over the larger."""

@@ -16,10 +16,9 @@ class Settings:
     first_nodes: int = 24  # nodes of the first tree, shared by the rows
     lately: int = 12  # trees; the heads draft as many nodes as the largest of so many last trees kept
     about_as_good: float = 0.98  # share of the best rate; the smallest size that has it is taken, since it risks less
-    hope: float = 1.03  # factor on the tokens of a size that was never verified; else it would never be tried
     uneven: float = 0.2  # share of a large batch's gain that is lost, because rows wait for the slowest one
-    look_every: int = 4  # drafts; after one of so many the next is two sizes larger, if all that was drafted paid
-    explore_every: int = 16  # drafts; one of so many keeps a size beside the best one, so that its cost stays known
+    look_every: int = 4  # drafts; one of so many is a size larger, to see whether it pays
+    explore_every: int = 16  # drafts, in graphs; one of so many is a size larger, so that its gain stays known
 
     # Acceptance
     forgetting: float = 0.98  # weight of all earlier trees, when a tree is counted
@@ -31,14 +30,10 @@ class Settings:
     # Rests
     first_advantage: float = 1.1  # of drafts over steps without; new heads get a few steps to show theirs
     newest_draft: float = 0.1  # weight of the newest draft in the average advantage; a few hard tokens start no rest
-    shortest_rest: int = 8  # steps
-    longest_rest: int = 128  # steps; a rest is up to twice as long as the one before, if drafts did not pay between
-    lost: float = 0.04  # share of a rest's time that the draft before it may have lost
-    small_look: int = 5  # nodes of the draft after more than two rests in a row; it only shows whether drafts pay
-    alone: float = 1.3  # factor on what drafts gave lately; copies that promise more go without a draft
+    shortest_rest: int = 4  # steps; a text has easy stretches of some ten tokens
+    longest_rest: int = 128  # steps; a rest is twice as long as the one before, if no draft paid between
     plain_every: int = 64  # steps; one of so many is plain where it is close, so that a plain step's cost stays known
-    sure: float = 1.3  # advantage from which on it is not close, where times do not wander
-    errors: float = 4.0  # standard errors of a plain step's time, by which `sure` is raised where they do
+    sure: float = 1.3  # advantage from which on it is not close
 
     # Costs
     draft: float = 0.25  # plain steps of a draft, believed until one is seen
@@ -46,7 +41,6 @@ class Settings:
     level_off: float = 0.3  # logarithm; how far the guessed cost of forwards may be off
     growth_off: float = 0.06  # logarithm for each doubling of tokens; how far the guessed growth may be off
     corner: float = 0.1  # logarithm; how far one size may be off the line through all sizes
-    near: int = 4  # plain steps before a tree, and as many after it, that it is compared with
     newest_times: int = 128  # times of trees that are kept; older ones are of another state of the machine
     first_slower: float = 1.5  # factor on the second time of a size; a first time above it made kernels, and goes
 
