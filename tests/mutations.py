@@ -119,14 +119,14 @@ MUTATIONS = (
         file="decoding/cache/by_row.py",
         line="(row, lengths[row] + entry, lengths[row] + place)",
         broken="(row, lengths[0] + entry, lengths[row] + place)",
-        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
+        tests=("test_cache.py::test_the_cache_holds_what_a_list_of_lists_holds",),
     ),
     Mutation(
         name="staged entries of uneven rows are written at the first row's length",
         file="decoding/cache/by_row.py",
         line="if slots.lengths and not slots.is_even:",
         broken="if slots.lengths and slots.is_even:",
-        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
+        tests=("test_cache.py::test_the_cache_holds_what_a_list_of_lists_holds",),
     ),
 )
 
