@@ -77,14 +77,14 @@ MUTATIONS = (
         file="decoding/tree.py",
         line="joint, tokens = (beam[..., None] + log_probs).flatten(1), child_tokens.flatten(1)  # [B, W k]",
         broken="joint, tokens = log_probs.flatten(1), child_tokens.flatten(1)  # [B, W k]",
-        tests=("test_tree.py::test_global_is_the_best_of_all_paths",),
+        tests=("test_tree.py::test_a_global_tree_holds_the_best_of_all_paths",),
     ),
     Mutation(
         name="ancestors stop one round early",
         file="decoding/tree.py",
         line="return ancestors_of(self.parents, self.max_depth.bit_length())",
         broken="return ancestors_of(self.parents, self.max_depth.bit_length() - 1)",
-        tests=("test_tree.py::test_ancestors",),
+        tests=("test_tree.py::test_ancestors_are_all_nodes_up_to_the_root",),
     ),
     Mutation(
         name="ties break toward the child",
@@ -105,14 +105,14 @@ MUTATIONS = (
         file="decoding/cache/static.py",
         line="for buffer in self.buffers:  # [..., B, kv_heads, C, head_dim]",
         broken="for buffer in (*self.buffers, *self.buffers):  # [..., B, kv_heads, C, head_dim]",
-        tests=("test_static_cache.py::test_the_static_cache_is_a_list_of_lists",),
+        tests=("test_static_cache.py::test_the_static_cache_holds_what_a_list_of_lists_holds",),
     ),
     Mutation(
         name="rows of a static cache leave, and others take their places",
         file="decoding/cache/static.py",
         line="buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))",
         broken="buffer.narrow(dim, 0, len(rows)).copy_(buffer.narrow(dim, 0, len(rows)))",
-        tests=("test_static_cache.py::test_rows_that_leave_and_a_text_that_outgrows_it",),
+        tests=("test_static_cache.py::test_the_static_cache_is_right_after_rows_leave_and_texts_outgrow_it",),
     ),
     Mutation(
         name="a commit takes the entries of the row before",
