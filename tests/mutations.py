@@ -35,28 +35,28 @@ MUTATIONS = (
         file="decoding/walk.py",
         line="ends = chosen[node] in text.ends or len(path) >= room",
         broken="ends = len(path) >= room",
-        tests=("test_walk.py::test_several_ends_of_sequence",),
+        tests=("test_walk.py::test_the_first_of_several_end_tokens_ends_the_walk",),
     ),
     Mutation(
         name="the greedy walk emits one token more than there is room for",
         file="decoding/walk.py",
         line="children, room = _children_of_row(tokens, parents, valid), text.room_of(row)",
         broken="children, room = _children_of_row(tokens, parents, valid), text.room_of(row) + 1",
-        tests=("test_walk.py::test_max_length_in_the_middle_of_a_walk",),
+        tests=("test_walk.py::test_max_length_ends_a_walk_in_the_middle",),
     ),
     Mutation(
         name="a walk steps to children that were never filled",
         file="decoding/walk.py",
         line="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]}",
         broken="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1)}",
-        tests=("test_walk.py::test_one_walk_on_any_tree",),  # which puts nodes that are not valid everywhere
+        tests=("test_walk.py::test_all_walks_agree_on_any_tree",),  # which puts nodes that are not valid everywhere
     ),
     Mutation(
         name="the walk in a graph emits one token more than there is room for",
         file="decoding/walk.py",
         line="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]",
         broken="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths <= limits[:, :1])  # [B, n]",
-        tests=("test_walk.py::test_max_length_in_the_middle_of_a_walk",),
+        tests=("test_walk.py::test_max_length_ends_a_walk_in_the_middle",),
     ),
     Mutation(
         name="a row that comes later draws other random numbers",
@@ -70,7 +70,7 @@ MUTATIONS = (
         file="decoding/call.py",
         line="text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist())",
         broken="text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist()[:1])",
-        tests=("test_walk.py::test_several_ends_of_sequence",),
+        tests=("test_walk.py::test_the_first_of_several_end_tokens_ends_the_walk",),
     ),
     Mutation(
         name="a child's probability forgets its parent's",
