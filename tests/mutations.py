@@ -1,4 +1,4 @@
-"""Thirteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
+"""Fourteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
 
 Contract: the package is copied, one line of the copy is changed, and the tests named beside it run against the copy.
 A mutation is killed when one of them fails, which pytest says with exit code 1; anything else (all pass, nothing was
