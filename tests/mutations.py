@@ -1,4 +1,4 @@
-"""Thirteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
+"""Fourteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
 
 Contract: the package is copied, one line of the copy is changed, and the tests named beside it run against the copy.
 A mutation is killed when one of them fails, which pytest says with exit code 1; anything else (all pass, nothing was
@@ -35,28 +35,28 @@ MUTATIONS = (
         file="decoding/walk.py",
         line="ends = chosen[node] in text.ends or len(path) >= room",
         broken="ends = len(path) >= room",
-        tests=("test_walk.py::test_several_ends_of_sequence",),
+        tests=("test_walk.py::test_the_first_of_several_end_tokens_ends_the_walk",),
     ),
     Mutation(
         name="the greedy walk emits one token more than there is room for",
         file="decoding/walk.py",
         line="children, room = _children_of_row(tokens, parents, valid), text.room_of(row)",
         broken="children, room = _children_of_row(tokens, parents, valid), text.room_of(row) + 1",
-        tests=("test_walk.py::test_max_length_in_the_middle_of_a_walk",),
+        tests=("test_walk.py::test_max_length_ends_a_walk_in_the_middle",),
     ),
     Mutation(
         name="a walk steps to children that were never filled",
         file="decoding/walk.py",
         line="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]}",
         broken="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1)}",
-        tests=("test_walk.py::test_one_walk_on_any_tree",),  # which puts nodes that are not valid everywhere
+        tests=("test_walk.py::test_all_walks_agree_on_any_tree",),  # which puts nodes that are not valid everywhere
     ),
     Mutation(
         name="the walk in a graph emits one token more than there is room for",
         file="decoding/walk.py",
         line="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]",
         broken="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths <= limits[:, :1])  # [B, n]",
-        tests=("test_walk.py::test_max_length_in_the_middle_of_a_walk",),
+        tests=("test_walk.py::test_max_length_ends_a_walk_in_the_middle",),
     ),
     Mutation(
         name="a row that comes later draws other random numbers",
@@ -70,21 +70,21 @@ MUTATIONS = (
         file="decoding/call.py",
         line="text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist())",
         broken="text.ends = frozenset(token for ending in endings for token in ending.flatten().tolist()[:1])",
-        tests=("test_walk.py::test_several_ends_of_sequence",),
+        tests=("test_walk.py::test_the_first_of_several_end_tokens_ends_the_walk",),
     ),
     Mutation(
         name="a child's probability forgets its parent's",
         file="decoding/tree.py",
         line="joint, tokens = (beam[..., None] + log_probs).flatten(1), child_tokens.flatten(1)  # [B, W k]",
         broken="joint, tokens = log_probs.flatten(1), child_tokens.flatten(1)  # [B, W k]",
-        tests=("test_tree.py::test_global_is_the_best_of_all_paths",),
+        tests=("test_tree.py::test_a_global_tree_holds_the_best_of_all_paths",),
     ),
     Mutation(
         name="ancestors stop one round early",
         file="decoding/tree.py",
         line="return ancestors_of(self.parents, self.max_depth.bit_length())",
         broken="return ancestors_of(self.parents, self.max_depth.bit_length() - 1)",
-        tests=("test_tree.py::test_ancestors",),
+        tests=("test_tree.py::test_ancestors_are_all_nodes_up_to_the_root",),
     ),
     Mutation(
         name="ties break toward the child",
@@ -105,28 +105,28 @@ MUTATIONS = (
         file="decoding/cache/static.py",
         line="for buffer in self.buffers:  # [..., B, kv_heads, C, head_dim]",
         broken="for buffer in (*self.buffers, *self.buffers):  # [..., B, kv_heads, C, head_dim]",
-        tests=("test_static_cache.py::test_the_static_cache_is_a_list_of_lists",),
+        tests=("test_static_cache.py::test_the_static_cache_holds_what_a_list_of_lists_holds",),
     ),
     Mutation(
         name="rows of a static cache leave, and others take their places",
         file="decoding/cache/static.py",
         line="buffer.narrow(dim, 0, len(rows)).copy_(buffer.index_select(dim, kept))",
         broken="buffer.narrow(dim, 0, len(rows)).copy_(buffer.narrow(dim, 0, len(rows)))",
-        tests=("test_static_cache.py::test_rows_that_leave_and_a_text_that_outgrows_it",),
+        tests=("test_static_cache.py::test_the_static_cache_is_right_after_rows_leave_and_texts_outgrow_it",),
     ),
     Mutation(
         name="a commit takes the entries of the row before",
         file="decoding/cache/by_row.py",
         line="(row, lengths[row] + entry, lengths[row] + place)",
         broken="(row, lengths[0] + entry, lengths[row] + place)",
-        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
+        tests=("test_cache.py::test_the_cache_holds_what_a_list_of_lists_holds",),
     ),
     Mutation(
         name="staged entries of uneven rows are written at the first row's length",
         file="decoding/cache/by_row.py",
         line="if slots.lengths and not slots.is_even:",
         broken="if slots.lengths and slots.is_even:",
-        tests=("test_cache.py::test_the_cache_is_a_list_of_lists",),
+        tests=("test_cache.py::test_the_cache_holds_what_a_list_of_lists_holds",),
     ),
 )
 

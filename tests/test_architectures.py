@@ -41,7 +41,7 @@ def generate(model, inputs, heads=None, **kwargs):
 
 
 @pytest.mark.parametrize(("name", "attention"), PLANTED)
-def test_greedy_tokens_with_planted_trees(name, attention):
+def test_greedy_tokens_equal_plain_with_planted_trees_for_every_target(name, attention):
     model = build(name, attention, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model)
     depths = set()
@@ -60,7 +60,7 @@ def test_greedy_tokens_with_planted_trees(name, attention):
 
 
 @pytest.mark.parametrize(("name", "variant"), REAL_HEADS)
-def test_greedy_and_same_seed_with_real_heads(name, variant):
+def test_greedy_and_seeded_tokens_equal_plain_with_untrained_heads(name, variant):
     """Untrained heads with wide trees over a small vocabulary: some guesses are right by chance."""
     model = build(name, ZOO[name].attn[0], vocab_size=16)
     heads = CloverHeads.from_target(model, variant=variant)
@@ -79,7 +79,7 @@ def test_greedy_and_same_seed_with_real_heads(name, variant):
 
 
 @pytest.mark.parametrize(("name", "attention"), CHAIN_RUNS)
-def test_chains_with_planted_drafts(name, attention):
+def test_tokens_equal_plain_where_a_target_verifies_planted_chains(name, attention):
     """Greedy and sampled, alone and in a batch; some drafts are accepted and some rejected."""
     model = build(name, attention, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model, variant=VARIANTS[CHAIN_RUNS.index((name, attention)) % len(VARIANTS)])
@@ -111,7 +111,7 @@ def test_chains_with_planted_drafts(name, attention):
     "settings", [{}, SAMPLED, {"eos_token_id": 5, "pad_token_id": 0}], ids=["greedy", "seed", "eos"]
 )
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba", "bloom"])
-def test_chains_in_a_conversation(name, settings):
+def test_three_turns_on_the_users_cache_equal_plain_with_chains(name, settings):
     """Three turns on the user's cache, two of them with drafts, the last one by plain generate."""
     model = build(name, ZOO[name].attn[0], vocab_size=VOCABULARY)
     heads, said = CloverHeads.from_target(model), []
@@ -128,7 +128,7 @@ def test_chains_in_a_conversation(name, settings):
     assert said[0] == said[1]
 
 
-def test_a_chain_leaves_the_users_cache_alone_when_it_is_interrupted():
+def test_an_interrupted_chain_leaves_the_users_cache_as_it_was():
     model = build("qwen3_next", "sdpa", vocab_size=VOCABULARY)
     heads, cache = CloverHeads.from_target(model), DynamicCache(config=model.config)
     inputs = ragged_batch(VOCABULARY, (6,))

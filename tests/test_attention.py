@@ -27,7 +27,7 @@ def states(keys, nodes, batch=2):
 @pytest.mark.parametrize("keys", [1, 2, 3, 6])
 @pytest.mark.parametrize("nodes", [1, 2, 5])
 @pytest.mark.parametrize("scaling", [None, 0.7])
-def test_packed_is_what_sdpa_computes(keys, nodes, scaling):
+def test_packed_attention_equals_sdpa_attention(keys, nodes, scaling):
     groups = HEADS // keys
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     query, key, value, mask = states(keys, nodes)
@@ -42,8 +42,8 @@ def test_packed_is_what_sdpa_computes(keys, nodes, scaling):
     torch.testing.assert_close(packed_attention(module, query, key, value, None, scaling=scaling)[0], plain)
 
 
-def test_a_call_leaves_the_implementation_as_it_was():
-    """Also after an error inside, and with several threads in it: the last one out puts it back."""
+def test_the_attention_implementation_is_restored_after_a_call():
+    """Also after an error, and with several threads: the last call that ends puts it back."""
     target = build("llama", vocab_size=16)
     assert shared_heads(target) == 2
     with attention_for_trees(target) as masks:
@@ -72,7 +72,7 @@ def test_a_call_leaves_the_implementation_as_it_was():
     assert target.config._attn_implementation == "sdpa"
 
 
-def test_eager_stays_eager():
+def test_an_eager_target_keeps_eager_attention():
     target = build("llama", "eager", vocab_size=16)
     assert shared_heads(target) == 1
     with attention_for_trees(target) as masks:
@@ -80,8 +80,8 @@ def test_eager_stays_eager():
         assert target.config._attn_implementation == "eager"
 
 
-def test_in_generate():
-    """Verifying goes through it, and plain generate does not."""
+def test_generate_uses_packed_attention_with_heads_and_sdpa_without():
+    """Verifying goes through packed attention; plain generate does not."""
     target = build("llama", vocab_size=16)
     heads, seen = CloverHeads.from_target(target), set()
     inputs = ragged_batch(16, (5, 9, 3))

@@ -43,21 +43,21 @@ def check(target, heads, inputs, options):
     ],
 )
 @pytest.mark.parametrize("variant", ["clover-x", "medusa"])
-def test_tokens(variant, cast, of_heads, of_target, shape):
+def test_tokens_under_autocast_equal_plain_except_for_rounding(variant, cast, of_heads, of_target, shape):
     target = build("llama", vocab_size=VOCABULARY, dtype=of_target)
     heads = CloverHeads.from_target(target, variant=variant).to(of_heads)
     with torch.autocast("cpu", cast):
         rows, accepted = check(target, heads, ragged_batch(VOCABULARY, SHAPES[shape]), {})
     assert accepted > NEW // 3
     assert heads.dtype == of_heads
-    # What was tried inside is not believed outside.
+    # A trial under autocast says nothing about calls outside it.
     rows, accepted = check(target, heads, ragged_batch(VOCABULARY, SHAPES[shape]), {})
     assert accepted > NEW // 3
     assert rows == 0 or of_target != SINGLE
 
 
 @pytest.mark.parametrize("of_heads", [SINGLE, OTHER])
-def test_a_copy_that_drafts_for_the_heads(of_heads, monkeypatch):
+def test_drafts_of_a_cpu_copy_change_no_token_under_autocast(of_heads, monkeypatch):
     monkeypatch.setattr(cpu_copy, "LEAST_WEIGHTS", 1)
     target = build("llama", vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(target).to(of_heads)
@@ -73,8 +73,8 @@ def test_a_copy_that_drafts_for_the_heads(of_heads, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "method"), [("gemma3", "tree"), ("gpt2", "tree"), ("bloom", "chain"), ("qwen3_next", "replayed chain")]
 )
-def test_other_targets(name, method):
-    """Some have keys and values of two dtypes there."""
+def test_other_target_families_equal_plain_under_autocast_except_for_rounding(name, method):
+    """Some of these targets have keys and values of two dtypes under autocast."""
     target = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(target)
     inputs = ragged_batch(VOCABULARY, (7,))
@@ -91,8 +91,8 @@ def test_other_targets(name, method):
     assert ours.speculation.accepted_tokens > 0
 
 
-def test_a_conversation_goes_in_and_out():
-    """What is kept takes the wider dtype, as plain generate's cache does."""
+def test_a_conversation_may_enter_and_leave_autocast_between_turns():
+    """The cache takes the wider dtype, as plain generate's cache does."""
     target = build("llama", vocab_size=VOCABULARY)
     heads, ids = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,))["input_ids"]
     caches, accepted = [DynamicCache(), DynamicCache()], 0

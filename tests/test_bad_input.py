@@ -47,26 +47,26 @@ def state_of(model):
 # ---------------------------------------------------------------------- the wrong pair
 
 
-def test_heads_for_another_hidden_size(heads, inputs):
+def test_heads_with_another_hidden_size_are_refused(heads, inputs):
     other = build("gemma3", vocab_size=VOCABULARY)
     other.config.get_text_config().hidden_size = 48
     with pytest.raises(ValueError, match=r"hidden_size is 64, that of .* is 48.*from_target"):
         other.generate(**inputs, assistant_model=heads)
 
 
-def test_heads_for_another_vocabulary(heads):
+def test_heads_with_another_vocabulary_size_are_refused(heads):
     other = build("llama", vocab_size=VOCABULARY + 1)
     with pytest.raises(ValueError, match=r"vocab_size is 16, that of .* is 17.*from_target"):
         other.generate(**ragged_batch(VOCABULARY, (4,)), assistant_model=heads)
 
 
-def test_heads_for_another_target_of_the_same_shape(heads, inputs):
+def test_heads_for_another_target_of_the_same_shape_are_refused(heads, inputs):
     other = build("llama", vocab_size=VOCABULARY, seed=1)
     with pytest.raises(ValueError, match=r"fingerprint of its lm_head .*from_target"):
         other.generate(**inputs, assistant_model=heads)
 
 
-def test_a_target_that_lends_no_embeddings(model, heads, inputs):
+def test_a_target_with_unreadable_embeddings_is_refused(model, heads, inputs):
     class Opaque(nn.Module):
         """An lm_head and an embedding whose numbers cannot be read, as after some quantisations."""
 
@@ -83,7 +83,7 @@ def test_a_target_that_lends_no_embeddings(model, heads, inputs):
         model.generate(**inputs, assistant_model=fresh)
 
 
-def test_an_encoder_decoder_target(heads):
+def test_an_encoder_decoder_target_is_refused(heads):
     config = T5Config(
         vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=2, decoder_start_token_id=0
     )
@@ -94,7 +94,7 @@ def test_an_encoder_decoder_target(heads):
         CloverHeads.from_target(target)
 
 
-def test_beam_search(model, heads, inputs):
+def test_beam_search_with_heads_is_refused(model, heads, inputs):
     with pytest.raises(ValueError, match=r"`num_beams=3`: Clover heads work with greedy decoding and sampling"):
         model.generate(**inputs, assistant_model=heads, num_beams=3)
     with pytest.raises(ValueError, match=r"`num_beams=3`"):
@@ -104,15 +104,15 @@ def test_beam_search(model, heads, inputs):
 @pytest.mark.parametrize(
     ("setting", "value"), [("prompt_lookup_num_tokens", 3), ("assistant_early_exit", 1), ("penalty_alpha", 0.5)]
 )
-def test_other_ways_to_decode(model, heads, inputs, setting, value):
-    """Each is named, and none is left out in silence."""
+def test_other_decoding_methods_are_refused_by_name(model, heads, inputs, setting, value):
+    """The error names each of them; none is ignored in silence."""
     message = rf"`{setting}={re.escape(str(value))}`: Clover heads work with .*Leave `{setting}` out"
     for door in ({"assistant_model": heads}, {"custom_generate": heads.generate_with}):
         with pytest.raises(ValueError, match=message):
             model.generate(**inputs, **door, **{setting: value})
 
 
-def test_heads_by_name(model, inputs, tmp_path):
+def test_a_name_in_place_of_loaded_heads_is_refused(model, inputs, tmp_path):
     for name in ("org/my-heads", tmp_path):
         with pytest.raises(TypeError, match=r"`assistant_model='.*'` is a name.*AutoModel\.from_pretrained\('"):
             model.generate(**inputs, assistant_model=name)
@@ -121,19 +121,19 @@ def test_heads_by_name(model, inputs, tmp_path):
 # ---------------------------------------------------------------------- prompts, budgets, devices
 
 
-def test_a_row_without_a_prompt(model, heads, inputs):
+def test_a_batch_row_without_a_prompt_is_refused(model, heads, inputs):
     inputs["attention_mask"][1] = 0
     with pytest.raises(ValueError, match=r"`attention_mask` leaves batch row 1 without a prompt"):
         model.generate(**inputs, assistant_model=heads)
 
 
-def test_an_empty_prompt(model, heads):
+def test_an_empty_prompt_is_refused(model, heads):
     with pytest.raises(ValueError, match=r"`input_ids` of shape \(1, 0\) is empty"):
         model.generate(torch.zeros(1, 0, dtype=torch.long), assistant_model=heads, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("budget", [0, -3, 2.5, True, "many"])
-def test_impossible_budgets(model, heads, inputs, budget):
+def test_a_value_that_is_no_tree_size_is_refused(model, heads, inputs, budget):
     with pytest.raises((ValueError, TypeError), match=r"num_assistant_tokens"):
         model.generate(**inputs, assistant_model=heads, num_assistant_tokens=budget)
     heads.generation_config.num_assistant_tokens = budget
@@ -141,7 +141,7 @@ def test_impossible_budgets(model, heads, inputs, budget):
         model.generate(**inputs, assistant_model=heads)
 
 
-def test_a_budget_beyond_what_the_cache_can_hold(model, heads, inputs):
+def test_a_tree_size_beyond_the_room_of_the_cache_is_refused(model, heads, inputs):
     if not hasattr(model.generation_config, "max_cache_len"):
         pytest.skip("this transformers has no max_cache_len")
     fixed = {"cache_implementation": "static", "max_cache_len": 40, "max_new_tokens": 20}
@@ -152,21 +152,21 @@ def test_a_budget_beyond_what_the_cache_can_hold(model, heads, inputs):
     assert torch.equal(model.generate(**inputs, assistant_model=heads, **fixed), plain)
 
 
-def test_heads_without_weights(model, inputs):
+def test_heads_on_the_meta_device_are_refused(model, inputs):
     with torch.device("meta"):
         heads = CloverHeads(CloverConfig(hidden_size=64, vocab_size=VOCABULARY, num_attention_heads=4))
     with pytest.raises(ValueError, match=r"`assistant_model` is on the meta device.*from_pretrained"):
         model.generate(**inputs, assistant_model=heads)
 
 
-def test_heads_spread_over_devices(model, heads, inputs):
+def test_heads_spread_over_several_devices_are_refused(model, heads, inputs):
     heads.hf_device_map = {"layers": "cpu", "norm": 1}
     heads.__class__ = type("Elsewhere", (CloverHeads,), {"device": torch.device("meta")})
     with pytest.raises(ValueError, match=r"spread over several devices \(1, cpu\).*device_map"):
         model.generate(**inputs, assistant_model=heads)
 
 
-# ---------------------------------------------------------------------- numbers that are none
+# ---------------------------------------------------------------------- NaN and infinity
 
 
 class Poison(LogitsProcessor):
@@ -178,7 +178,7 @@ class Poison(LogitsProcessor):
         return scores * math.nan if self.calls > self.after else scores
 
 
-def test_nan_from_a_processor(model, heads, inputs):
+def test_nan_from_a_processor_is_an_error_when_sampling(model, heads, inputs):
     """Nothing can be sampled from it: plain generate says so too, in other words."""
     before = state_of(model)
     with pytest.raises(ValueError, match=r"`logits` of the target contain NaN.*remove_invalid_values"):
@@ -216,14 +216,14 @@ def test_nan_from_a_processor_is_the_largest_number_in_greedy_decoding(model, he
 
 @pytest.mark.parametrize("kwargs", [{}, {"do_sample": True}, {"repetition_penalty": 1.2}])
 @pytest.mark.parametrize("lengths", [(4,), (5, 9, 3)])
-def test_nan_in_the_target(model, heads, lengths, kwargs):
+def test_nan_in_the_logits_of_the_target_is_an_error(model, heads, lengths, kwargs):
     with torch.no_grad():
         model.model.norm.weight[3] = math.nan
     with pytest.raises(ValueError, match=r"`logits` of the target contain NaN.*bfloat16"):
         model.generate(**ragged_batch(VOCABULARY, lengths), assistant_model=heads, max_new_tokens=NEW, **kwargs)
 
 
-def test_nan_in_the_target_may_be_removed_by_the_user(model, heads, inputs):
+def test_remove_invalid_values_lets_a_target_with_nan_generate_as_plain(model, heads, inputs):
     with torch.no_grad():
         model.lm_head.weight[3] = math.nan
     kwargs = {"max_new_tokens": NEW, "remove_invalid_values": True}
@@ -235,7 +235,7 @@ def test_nan_in_the_target_may_be_removed_by_the_user(model, heads, inputs):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_infinite_scores_are_refused_as_plain_generate_refuses_them(model, heads, rows):
-    """No NaN, but no probabilities either: `torch.multinomial` says so, and it is asked."""
+    """There is no NaN, but there are no probabilities either: `torch.multinomial` says so."""
     ids = torch.tensor([[1, 4, 2, 5, 3]]).repeat(rows, 1)
     bias = {"sequence_bias": [[[3], math.inf]], "do_sample": True, "max_new_tokens": 6}
     messages = []
@@ -259,7 +259,7 @@ def test_heads_that_give_nan_stop_drafting(model, heads, inputs, broken):
     assert out.speculation.accepted_tokens == 0
 
 
-# ---------------------------------------------------------------------- breaking off
+# ---------------------------------------------------------------------- calls that are interrupted
 
 
 class Breaks(LogitsProcessor, BaseStreamer):
@@ -286,7 +286,7 @@ class Breaks(LogitsProcessor, BaseStreamer):
 
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["processor", "streamer", "target", "heads"])
-def test_breaking_off_leaves_everything_as_it_was(model, heads, where, error):
+def test_an_interrupted_call_leaves_target_and_heads_as_they_were(model, heads, where, error):
     inputs = ragged_batch(VOCABULARY, (7,))
     plain = model.generate(**inputs, max_new_tokens=NEW)
     model.generate(**inputs, max_new_tokens=2, assistant_model=heads)  # so that the target has been measured

@@ -44,7 +44,7 @@ def run(target, methods, **options):
     return measure(target, Tokenizer(), methods, PROMPTS, **options)
 
 
-def test_every_figure_is_that_of_the_generation(target, heads):
+def test_the_figures_of_a_row_are_those_of_its_generate_calls(target, heads):
     base, drafted = run(target, [plain(), with_heads(heads, nodes=8)])
     assert base["method"] == "plain"
     assert base["speedup"] == base["tokens_per_forward"] == base["efficiency"] == 1.0
@@ -79,7 +79,7 @@ def test_every_figure_is_that_of_the_generation(target, heads):
         assert 0 < low <= row["tokens_per_second"] <= high
 
 
-def test_batches_are_padded_and_filled(target, heads):
+def test_padded_batches_give_the_same_samples_with_heads_as_plain(target, heads):
     base, drafted = run(target, [plain(), with_heads(heads)], batch_size=2, temperature=0.8)
     assert (drafted["batch_size"], drafted["temperature"]) == (2, 0.8)
     assert drafted["identical"] is True
@@ -94,7 +94,7 @@ def test_a_trees_shape_is_set_for_its_method_only(target, heads):
     assert chain["tokens_per_forward"] != tree["tokens_per_forward"]
 
 
-def test_other_tokens_are_found_with_their_margin(target):
+def test_a_difference_is_reported_with_its_position_and_margin(target):
     """A method that picks otherwise: plain generate kept from its own third token."""
     ids = torch.tensor([PROMPTS[0]])
     third = target.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, -1].item()
@@ -107,14 +107,14 @@ def test_other_tokens_are_found_with_their_margin(target):
     assert first["margin"] > 0
 
 
-def test_samples_that_part_have_no_margin(target):
+def test_differences_between_samples_have_no_margin(target):
     half = Method("half", {"suppress_tokens": list(range(12))})
     _, other = run(target, [plain(), half], temperature=1.0)
     assert other["identical"] is False
     assert {difference["margin"] for difference in other["differences"]} == {None}
 
 
-def test_what_cannot_run_says_why(target, heads):
+def test_a_method_that_cannot_run_is_skipped_with_the_reason(target, heads):
     lookup = parse_method("prompt-lookup", target)
     base, single = run(target, [plain(), lookup])
     assert single["skipped"] is None
@@ -127,7 +127,7 @@ def test_what_cannot_run_says_why(target, heads):
     assert sampled["identical"] is None, "transformers promises the distribution, not the tokens"
 
 
-def test_the_result_says_where_it_comes_from(target, heads, tmp_path):
+def test_the_result_file_holds_command_machine_versions_and_a_row_per_run(target, heads, tmp_path):
     methods = [plain(), with_heads(heads, nodes=2), with_heads(heads, nodes=4)]
     result = benchmark(
         target, Tokenizer(), methods, PROMPTS[:2], batch_sizes=(1, 2), max_new_tokens=4, repeats=1, progress=False
@@ -140,7 +140,7 @@ def test_the_result_says_where_it_comes_from(target, heads, tmp_path):
     ]
 
 
-def test_saved_heads_and_models_are_methods(target, heads, tmp_path):
+def test_saved_heads_and_a_saved_assistant_model_can_be_measured(target, heads, tmp_path):
     heads.save_pretrained(tmp_path / "heads")
     target.save_pretrained(tmp_path / "small")
     method = parse_method(f"mine:{tmp_path / 'heads'}", target)
@@ -153,7 +153,7 @@ def test_saved_heads_and_models_are_methods(target, heads, tmp_path):
     assert its["tokens_per_forward"] > 1.5, "the target agrees with itself"
 
 
-def test_bad_methods_are_refused(target, heads):
+def test_an_unknown_method_and_a_missing_baseline_are_refused(target, heads):
     with pytest.raises(
         ValueError, match=r"`against='lookup'` is no method: it must be 'prompt-lookup', 'assistant:MODEL'"
     ):
@@ -219,7 +219,7 @@ def test_prompts_that_do_not_fit_are_left_out(target, heads, caplog):
         benchmark(target, Letters(), [plain()], [long], **options)
 
 
-def test_heads_may_have_a_size_and_a_tree(target, heads):
+def test_a_method_may_name_a_tree_size_and_a_tree_shape(target, heads):
     loaded = {"heads": heads, "folder": heads}
     chain = parse_method("heads@7-chain", target, loaded)
     assert (chain.name, chain.nodes, chain.tree, chain.heads) == ("clover-x", 7, "chain", heads)

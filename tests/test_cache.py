@@ -100,7 +100,7 @@ def commit(cache, model, new, paths):
         model.rows[row] += [entries[place] for place in path]
 
 
-def test_the_cache_is_a_list_of_lists():
+def test_the_cache_holds_what_a_list_of_lists_holds():
     """Fills, staged writes, commits and abandoned writes in any order that the loop could ask for."""
     seen = Counter()
 
@@ -135,7 +135,7 @@ def test_the_cache_is_a_list_of_lists():
 
 
 @pytest.mark.parametrize("start", [BLOCK - 3, BLOCK - 1, BLOCK, BLOCK + 1])
-def test_growth_across_a_block(start):
+def test_entries_survive_growth_across_a_block(start):
     """Entries survive every reallocation, even and ragged; buffers grow in whole blocks and not at every step."""
     cache, model = TreeCache(2), Model(2)
     fill(cache, model, start)
@@ -153,7 +153,7 @@ def test_growth_across_a_block(start):
     assert len(places) <= 3
 
 
-def test_an_exception_inside_leaves_the_cache_as_it_was():
+def test_an_exception_in_a_staged_forward_leaves_the_cache_as_it_was():
     cache, model = TreeCache(1), Model(2)
     fill(cache, model, 4)
     cache.finish_filling(2)
@@ -173,7 +173,7 @@ def test_an_exception_inside_leaves_the_cache_as_it_was():
     assert_holds(cache, model)
 
 
-def test_load_puts_what_is_left_of_a_window_at_the_end():
+def test_load_puts_the_entries_of_a_sliding_window_at_the_end():
     """A full layer, one that kept its last three entries, and one that holds nothing."""
     cache, entries = TreeCache(3), [[1, 2, 3, 4, 5], [11, 12, 13, 14, 15]]
     full = states(entries, 0)
@@ -326,7 +326,7 @@ def assert_nodes(target, tree, logits, texts):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_trees_and_what_is_committed_equal_plain_forwards(target, shape):
+def test_logits_of_trees_and_committed_entries_equal_plain_forwards(target, shape):
     """Every node's logits are those of its path alone, and the entries kept are those of the text alone."""
     ids, mask = prompt_of(SHAPES[shape])
     truth = generate(target, ids, mask, NEW).sequences
@@ -356,7 +356,7 @@ def test_trees_and_what_is_committed_equal_plain_forwards(target, shape):
             torch.testing.assert_close(ours[1][row, :, padding[row] :], values, rtol=1e-4, atol=1e-4)
 
 
-def test_a_window_counts_depth_not_nodes(target):
+def test_a_sliding_window_counts_depth_in_the_tree_and_not_nodes(target):
     """A path deeper than the window whose nodes do not stand next to each other: shallow ones before and between."""
     ids, mask = prompt_of(SHAPES["ragged"])
     parents = [0, 0, 0, 0, 3, 1, 4, 6, 6, 8, 9, 2, 10, 12]
@@ -385,7 +385,7 @@ def test_a_window_counts_depth_not_nodes(target):
 
 
 def assert_same_cache(ours, theirs, mask, until):
-    """Layer by layer what plain generate's own cache holds; what padding left there is nobody's business."""
+    """Layer by layer what plain generate's own cache holds; entries of padding are not compared."""
     assert ours.get_seq_length() == theirs.get_seq_length() == until
     assert len(ours.layers) == len(theirs.layers)
     for mine, its in zip(ours.layers, theirs.layers):
@@ -424,7 +424,7 @@ def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
     assert torch.equal(more.sequences, truth)
 
 
-def test_a_wrong_cache_would_be_noticed(target):
+def test_a_cache_of_another_text_gives_other_tokens(target):
     """The comparison above is not blind: entries of another text give other tokens."""
     ids, mask = prompt_of(SHAPES["ragged"])
     truth = generate(target, ids, mask, NEW).sequences
@@ -439,7 +439,7 @@ def test_a_wrong_cache_would_be_noticed(target):
 @pytest.mark.parametrize("kind", ["dynamic", "static", "empty", "without config"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("turn", [3, 16])
-def test_two_turns_through_the_users_cache(target, kind, shape, turn):
+def test_turns_with_and_without_drafts_share_the_users_cache(target, kind, shape, turn):
     """Plain generate, then ours from its cache, then plain generate from ours: the user's own object all the way."""
     ids, mask = prompt_of(SHAPES[shape])
     if kind == "static":
@@ -472,7 +472,7 @@ def test_two_turns_through_the_users_cache(target, kind, shape, turn):
     assert more[cache_name()] is cache
 
 
-def test_a_chain_catches_up(target):
+def test_a_chain_brings_rows_of_different_lengths_to_one_length(target):
     """`chain_of`, rows with different numbers of entries kept: how rows are brought to one length at the end."""
     ids, mask = prompt_of(SHAPES["ragged"])
     truth = generate(target, ids, mask, NEW).sequences

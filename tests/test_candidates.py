@@ -20,8 +20,8 @@ def fitted(request):
     return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05).eval()
 
 
-def test_transformers_own_loop_runs_it(fitted, monkeypatch):
-    """Its assisted decoding, without the hook: any way to ask for that will do, if it then takes our generator."""
+def test_assisted_decoding_of_transformers_runs_our_candidate_generator(fitted, monkeypatch):
+    """Without the hook. Any argument that asks for assisted decoding will do, if the loop then takes our generator."""
     target, heads = fitted
     ids = torch.tensor([[1, 4, 2, 5, 3]])
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -39,7 +39,7 @@ def test_transformers_own_loop_runs_it(fitted, monkeypatch):
     assert len(proposed) < NEW - 4, "drafts were accepted"
 
 
-def test_a_loop_of_ones_own(fitted):
+def test_a_custom_loop_gives_plain_tokens_with_our_candidate_generator(fitted):
     """Two rows of one length, and a cache that is cropped."""
     target, heads = fitted
     text = torch.tensor([[1, 4, 2, 5, 3]] * 2)
@@ -92,7 +92,7 @@ def test_trees_of_eagle3_heads_change_no_token(name, lengths, sampling):
     assert out.speculation.accepted_tokens >= (2 if sampling else 5)
 
 
-def test_turn_by_turn_and_in_a_static_cache():
+def test_eagle3_heads_give_plain_tokens_in_a_second_turn_and_a_static_cache():
     target = build("llama", vocab_size=VOCABULARY)
     heads = fit(Eagle3Heads.from_target(target), target, temperature=0.05).eval()
     settings = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, return_dict_in_generate=True)

@@ -89,7 +89,7 @@ def text_of(batch: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tenso
 
 @pytest.mark.parametrize("at_once", [1 << 25, 100, 1], ids=lambda n: f"{n} at once")
 @pytest.mark.parametrize("starts", [(0, 0, 0), (0, 4, 11)], ids=["even", "padded or packed"])
-def test_recall_finds_where_the_longest_run_came_last(starts, at_once, monkeypatch):
+def test_recall_finds_the_last_place_of_the_longest_run(starts, at_once, monkeypatch):
     """Left padding, and documents packed behind each other: what stands before a row's start is never found."""
     monkeypatch.setattr(blocks, "MOST_COMPARED", at_once)
     ids, values = text_of()
@@ -110,8 +110,8 @@ def test_recall_finds_where_the_longest_run_came_last(starts, at_once, monkeypat
     assert found > 15
 
 
-def test_recall_from_the_last_place_alone():
-    """As a draft asks: one state, several tokens at once, and columns beyond a row's own."""
+def test_recall_for_a_draft_from_the_last_state_equals_its_slow_twin():
+    """What a draft asks for: one state, several tokens at once, and columns beyond a row's own."""
     ids, values = text_of()
     lengths = torch.tensor([12, 9, 1])
     searched, runs = searched_text(ids, *stretches((torch.arange(12) < lengths[:, None])[:, None, None], ids, 1))
@@ -130,7 +130,7 @@ def test_recall_from_the_last_place_alone():
                 assert torch.equal(told[row, beam], expected)
 
 
-def test_recall_learns_even_where_there_is_nothing_to_find():
+def test_gradients_of_recall_are_finite_where_nothing_is_found():
     ids, values = torch.arange(24).view(2, 12), text_of(2)[1].requires_grad_()
     ids[0] %= 4
     told = values_at(values, places_along(ids, None, ids, 2)[1])
@@ -143,7 +143,7 @@ def test_recall_learns_even_where_there_is_nothing_to_find():
 
 @pytest.mark.parametrize("padding", [(0, 0, 0), (4, 0, 2)], ids=["even", "padded"])
 @torch.no_grad()
-def test_a_drafted_chain_is_what_one_pass_says(padding):
+def test_a_drafted_chain_equals_that_of_one_pass_over_each_row(padding):
     """Rows of different lengths, in steps of different counts, drafted together as each is alone."""
     target = make_target()
     heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=5), 0.5)
@@ -180,7 +180,7 @@ def test_a_drafted_chain_is_what_one_pass_says(padding):
 
 
 @torch.no_grad()
-def test_the_network_in_plain_tensor_operations():
+def test_the_network_computes_what_plain_tensor_operations_compute():
     """Norm, projector, block, and for every head one gated layer of state and token, all heads with one set of
     weights."""
     target = make_target()
@@ -213,7 +213,7 @@ def test_the_network_in_plain_tensor_operations():
 
 
 @torch.no_grad()
-def test_head_0_is_given_the_token_as_the_others_are():
+def test_head_0_depends_on_the_token_as_the_other_heads_do():
     heads = stirred(CloverHeads.from_target(make_target(), "clover-x"))
     state = torch.randn(1, SIZE).expand(2, SIZE)
     tokens = torch.tensor([3, 7])
@@ -223,7 +223,7 @@ def test_head_0_is_given_the_token_as_the_others_are():
         assert not torch.allclose(following[0], following[1], atol=1e-3)
 
 
-def test_the_cell_starts_as_nothing():
+def test_a_new_cell_returns_its_state_unchanged():
     """So that the heads start from what the block says, and a badly scaled start cannot drown it."""
     heads = CloverHeads.from_target(make_target(), "clover-x")
     state = torch.randn(3, SIZE)
@@ -258,7 +258,7 @@ def test_trees_grow_deeper_than_the_heads_that_were_trained():
 @pytest.mark.parametrize("state_rms", [0.05, 30.0])
 @pytest.mark.parametrize("embedding_rms", [0.002, 5.0])
 @torch.no_grad()
-def test_every_target_gives_inputs_of_the_same_size(embedding_rms, state_rms, norm_rms):
+def test_states_and_embeddings_enter_at_size_1_for_every_target(embedding_rms, state_rms, norm_rms):
     """States and embeddings come in at size 1, and nothing is added to them yet: what goes into lm_head has the size
     of what the target feeds into it."""
     target = make_target(embedding_rms, state_rms, norm_rms)
@@ -289,9 +289,9 @@ def test_new_heads_do_not_repeat_the_token_where_the_target_ties_its_embeddings(
     assert (guesses == ids).float().mean() < 0.5
 
 
-def test_layers_start_fresh_at_every_size():
-    """What reads the stream gives outputs of the size of its inputs; what adds to it, nothing. A copy of the target's
-    last layer, which belongs to a stream of another size, learned more slowly."""
+def test_layers_are_initialised_by_their_width_and_not_copied():
+    """Layers that read the stream give outputs of the size of their inputs; layers that add to it add nothing. A copy
+    of the target's last layer, which belongs to a stream of another size, learned more slowly."""
     for size in (32, 128):
         target = make_target(hidden_size=size, intermediate_size=3 * size)
         heads = CloverHeads.from_target(target, "clover-x")
@@ -306,7 +306,7 @@ def test_layers_start_fresh_at_every_size():
 
 
 @torch.no_grad()
-def test_tokens_are_rows_of_the_input_embedding():
+def test_clover_x_reads_tokens_from_the_input_embedding():
     target = make_target()
     ids = torch.arange(VOCABULARY)
     for variant, rows in (("clover-x", target.model.embed_tokens.weight), ("clover-2", target.lm_head.weight)):
@@ -317,7 +317,7 @@ def test_tokens_are_rows_of_the_input_embedding():
         assert not torch.equal(swapped.embed(ids), heads.embed(ids))
 
 
-def test_scales_are_in_the_config_and_come_back(tmp_path):
+def test_scales_are_saved_in_the_config_and_loaded_again(tmp_path):
     target = make_target(embedding_rms=0.02)
     heads = CloverHeads.from_target(target, "clover-x")
     assert heads.config.embedding_scale == pytest.approx(50, rel=0.2)
@@ -333,7 +333,7 @@ def test_scales_are_in_the_config_and_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["clover-2", "clover", "medusa"])
-def test_the_papers_take_everything_as_it_is(variant):
+def test_variants_of_papers_scale_nothing_and_copy_the_last_layer(variant):
     target = make_target(embedding_rms=0.02, state_rms=30.0)
     heads = CloverHeads.from_target(target, variant)
     config = heads.config
@@ -342,7 +342,7 @@ def test_the_papers_take_everything_as_it_is(variant):
         assert torch.equal(layer.mlp.down_proj.weight, target.model.layers[-1].mlp.down_proj.weight)
 
 
-def test_rows_that_no_token_uses_do_not_count():
+def test_zero_rows_do_not_count_in_the_embedding_scale():
     rows = torch.randn(100, SIZE) * 0.02
     rows[60:] = 0
     assert embedding_scale(rows) == pytest.approx(50, rel=0.1)
@@ -350,7 +350,7 @@ def test_rows_that_no_token_uses_do_not_count():
 
 
 @torch.no_grad()
-def test_a_first_token_that_drowns_all_else_does_not_count():
+def test_a_huge_first_state_does_not_change_the_hidden_state_scale():
     """As in many large targets, whose first position holds values of hundreds."""
     target = make_target()
     expected = hidden_state_scale(target)
@@ -363,7 +363,7 @@ def test_a_first_token_that_drowns_all_else_does_not_count():
     assert hidden_state_scale(target) == pytest.approx(expected, rel=0.2)
 
 
-def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
+def test_a_target_that_cannot_be_measured_gets_scale_1(monkeypatch):
     target = make_target()
 
     def broken(*args, **kwargs):
@@ -380,7 +380,7 @@ def test_a_target_that_cannot_be_measured_starts_as_it_is(monkeypatch):
 
 
 @torch.no_grad()
-def test_targets_with_other_norms():
+def test_encode_applies_the_layer_norm_of_a_gpt2_target():
     """LayerNorm, which takes the mean away too."""
     target = build("gpt2", vocab_size=VOCABULARY)
     heads = stirred(CloverHeads.from_target(target, "clover-x"))
@@ -409,7 +409,7 @@ def heads(target):
 @pytest.mark.parametrize("tree", ["global", "levels", "chain"])
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
-def test_the_tokens_are_plain_generates(target, heads, lengths, do_sample, tree):
+def test_tokens_equal_plain_for_every_tree_shape(target, heads, lengths, do_sample, tree):
     inputs, options = ragged_batch(16, lengths), dict(max_new_tokens=20, do_sample=do_sample, pad_token_id=0)
     torch.manual_seed(3)
     plain = target.generate(**inputs, **options)
@@ -425,7 +425,7 @@ def test_the_tokens_are_plain_generates(target, heads, lengths, do_sample, tree)
         assert ours.speculation.accepted_tokens > 0 or (do_sample and not plant)
 
 
-def test_the_automatic_budget_and_a_draft_vocabulary(target):
+def test_tokens_equal_plain_with_a_draft_vocabulary_and_either_budget(target):
     heads = CloverHeads.from_target(target, "clover-x", draft_vocab_size=9)
     inputs = ragged_batch(16, (7,))
     plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
@@ -443,7 +443,7 @@ def test_the_automatic_budget_and_a_draft_vocabulary(target):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_card_says_where_the_heads_come_from(variant):
+def test_the_card_names_the_variant_and_links_its_paper(variant):
     text = str(render("heads", "org/name", config={"variant": variant, "num_heads": 3}))
     kind = text.split("They are heads of the kind ")[1].split(", made")[0]
     assert variant in kind

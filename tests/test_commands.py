@@ -101,7 +101,7 @@ def test_every_help_has_an_example(command):
     assert f"Example: hf-clover {command}" in said
 
 
-def test_version(run):
+def test_the_version_flag_prints_the_package_version(run):
     assert run("--version").out == f"hf-clover {__version__}\n"
 
 
@@ -119,7 +119,7 @@ def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "runs/a/heads", "haeds.jsonl"])
 @pytest.mark.parametrize("flag", ["--target", "--heads", "--prompts"])
-def test_a_mistyped_path_is_said_before_the_hub_is_asked(run, folder, monkeypatch, tmp_path, flag, name):
+def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(run, folder, monkeypatch, tmp_path, flag, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -132,8 +132,8 @@ def test_a_mistyped_path_is_said_before_the_hub_is_asked(run, folder, monkeypatc
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, is_there):
-    """`runs/haeds` beside a folder `runs` is mistyped, or an id: the Hub says, in one request."""
+def test_a_name_that_may_be_a_path_or_an_id_costs_one_request_to_the_hub(tmp_path, monkeypatch, is_there):
+    """`runs/haeds` beside a folder `runs` may be mistyped, or an id. The Hub says which, in one request."""
     from huggingface_hub import HfApi
 
     from hf_clover.targets.loading import check_path
@@ -160,7 +160,7 @@ def test_a_name_that_may_be_either_is_asked_for_once(tmp_path, monkeypatch, is_t
     assert not asked, "what was downloaded before is not asked for"
 
 
-def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):
+def test_ids_of_the_hub_pass_the_check_for_mistyped_paths(tmp_path, monkeypatch):
     from hf_clover.targets.loading import check_path
 
     monkeypatch.chdir(tmp_path)
@@ -171,7 +171,7 @@ def test_an_id_of_the_hub_is_no_path(tmp_path, monkeypatch):
         check_path(name, "target")
 
 
-def test_the_stand_in_is_the_default(run, monkeypatch, folder, target, tmp_path):
+def test_the_stand_in_is_the_default_target(run, monkeypatch, folder, target, tmp_path):
     (tmp_path / "stand_in").symlink_to(folder)
     monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     said = run("generate", PROMPT, "--max-new-tokens", "30")
@@ -198,7 +198,7 @@ def test_the_stand_in_is_the_default(run, monkeypatch, folder, target, tmp_path)
         (["plot", "nowhere.json"], "No such file or directory: 'nowhere.json'"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line(run, folder, words, message):
+def test_a_users_mistake_gives_one_line_and_exit_code_2(run, folder, words, message):
     where = [] if words[0] == "plot" else ["--target", str(folder / "target")]
     said = run(*words, *where)
     assert (said.code, said.out) == (2, "")
@@ -208,13 +208,13 @@ def test_what_a_user_can_mend_is_one_line(run, folder, words, message):
     assert "Traceback" not in said.err
 
 
-def test_a_target_that_is_not_there(run, tmp_path):
+def test_a_missing_target_is_named_in_the_last_line_of_the_error(run, tmp_path):
     said = run("generate", "a", "--target", str(tmp_path / "nothing"))
     assert said.code == 2
     assert "nothing" in said.err.strip().splitlines()[-1]
 
 
-def test_half_precision_is_float32_on_a_cpu_unless_asked_for(folder, target, tmp_path):
+def test_a_half_precision_target_loads_in_float32_on_a_cpu_unless_asked(folder, target, tmp_path):
     half = tmp_path / "half"
     AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16).save_pretrained(half)
     make_tokenizer().save_pretrained(half)
@@ -243,7 +243,7 @@ def test_generate_reads_a_file_or_standard_input(run, models, tmp_path):
     assert run("generate", *options, stdin=PROMPT).out == as_word.out
 
 
-def test_generate_json(run, models, target):
+def test_generate_json_holds_the_text_and_its_figures(run, models, target):
     said = run("generate", PROMPT, *models, "--max-new-tokens", "40", "--json")
     result = json.loads(said.out)
     assert (result["prompt"], result["text"]) == (PROMPT, continuation(target, PROMPT, 40))
@@ -252,7 +252,7 @@ def test_generate_json(run, models, target):
     assert result["tokens_per_second"] == pytest.approx(40 / result["seconds"])
 
 
-def test_generate_samples_with_a_seed(run, models, folder, target):
+def test_generate_samples_the_same_text_for_a_seed_with_and_without_heads(run, models, folder, target):
     options = ["--max-new-tokens", "30", "--temperature", "1.5", "--seed", "3"]
     with_heads = run("generate", PROMPT, *models, *options, "--num-assistant-tokens", "6")
     assert with_heads.out == run("generate", PROMPT, "--target", str(folder / "target"), *options).out
@@ -262,7 +262,7 @@ def test_generate_samples_with_a_seed(run, models, folder, target):
 # ---------------------------------------------------------------------- chat
 
 
-def test_chat_through_standard_input(run, models, target):
+def test_chat_answers_lines_of_standard_input_and_obeys_its_commands(run, models, target):
     greedy = ["--max-new-tokens", "25", "--temperature", "0"]
     said = run("chat", *models, *greedy, stdin="def f(x):\n\n/help\nabc\n/clear\ndef f(x):\n/exit\nno")
     assert said.code == 0
@@ -280,7 +280,7 @@ def test_chat_through_standard_input(run, models, target):
     assert max(float(per_forward) for per_forward, *_ in figures) > 1
 
 
-def test_chat_remembers_beyond_clear_where_it_is_asked_to(run, models):
+def test_chat_with_remember_copies_from_texts_before_clear(run, models):
     asked = ["chat", *models, "--max-new-tokens", "25", "--temperature", "0", "--num-assistant-tokens", "6"]
     plain, remembering = (
         FIGURES.findall(run(*asked, *words, stdin="def f(x):\n/clear\ndef f(x):\n").out)
@@ -290,7 +290,7 @@ def test_chat_remembers_beyond_clear_where_it_is_asked_to(run, models):
     assert int(remembering[1][2]) < int(remembering[0][2])
 
 
-def test_remembering_needs_heads_that_copy(run, models, folder, tmp_path):
+def test_remember_is_refused_without_heads_that_copy(run, models, folder, tmp_path):
     said = run("chat", *models[:2], "--remember", "500")
     assert said.code == 2
     assert "`--remember 500` with no heads: leave it out" in said.err
@@ -312,8 +312,8 @@ def test_remembering_needs_heads_that_copy(run, models, folder, tmp_path):
         ({"do_sample": True, "temperature": 0.4}, ["--temperature", "1.5"], {"do_sample": True, "temperature": 1.5}),
     ],
 )
-def test_chat_samples_as_the_target_says_or_at_some_temperature(run, folder, target, tmp_path, own, words, expected):
-    """So small a model as SmolLM2 runs in circles greedily, which also flatters the heads."""
+def test_chat_samples_by_the_targets_or_a_given_temperature(run, folder, target, tmp_path, own, words, expected):
+    """Greedily, a model as small as SmolLM2 repeats itself, which also flatters the heads."""
     shutil.copytree(folder / "target", tmp_path / "target")
     GenerationConfig(**own, eos_token_id=END, pad_token_id=0).save_pretrained(tmp_path / "target")
     models = ["--target", str(tmp_path / "target"), "--heads", str(folder / "heads")]
@@ -336,7 +336,7 @@ def test_the_line_after_an_answer_has_the_speed_over_plain_steps(target, heads):
     assert "times plain" not in record.summary(), "it is plain generate"
 
 
-def test_chat_ends_with_its_input(run, models):
+def test_chat_ends_at_the_end_of_its_input(run, models):
     said = run("chat", *models, stdin="")
     assert (said.code, said.err.strip().splitlines()[-1:] == ["Traceback"]) == (0, False)
 
@@ -361,7 +361,7 @@ def spy(target):
 
 @pytest.mark.parametrize("with_heads", [True, False])
 @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
-def test_a_turn_gives_the_target_only_what_is_new(target, heads, spy, with_heads, template):
+def test_a_turn_runs_the_target_over_new_tokens_only(target, heads, spy, with_heads, template):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30, do_sample=False)
@@ -381,7 +381,7 @@ def test_a_turn_gives_the_target_only_what_is_new(target, heads, spy, with_heads
     assert (accepted > 0) == with_heads
 
 
-def test_the_heads_remember_the_turns(target, heads):
+def test_heads_draft_a_second_turn_as_if_the_conversation_were_one_prompt(target, heads):
     conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
     for text in ("def f(x):", "abc"):
         out = conversation.answer(text, StepRecord())
@@ -391,8 +391,8 @@ def test_the_heads_remember_the_turns(target, heads):
     assert out.speculation.accepted_tokens == as_one.speculation.accepted_tokens > 0
 
 
-def test_an_end_of_text_is_not_part_of_a_text_that_goes_on(target, heads):
-    """And is part of a conversation whose template writes it."""
+def test_an_end_of_text_token_is_dropped_where_the_text_goes_on(target, heads):
+    """Without a template. One that writes the token keeps it."""
     ids = make_tokenizer()(PROMPT).input_ids
     ends_after = target.generate(torch.tensor([ids]), max_new_tokens=20)[0, -1].item()
     conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
@@ -408,7 +408,7 @@ def test_an_end_of_text_is_not_part_of_a_text_that_goes_on(target, heads):
         target.generation_config.eos_token_id = END
 
 
-def test_a_template_that_rewrites_what_was_said_loses_no_more_than_that(target, heads, spy):
+def test_a_template_that_rewrites_answers_keeps_the_cache_of_what_is_the_same(target, heads, spy):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (  # earlier answers are shortened, as Qwen3's are without their thoughts
         "{% for m in messages %}[{{ m.content[:9] if m.role == 'assistant' else m.content }}]{% endfor %}"
@@ -425,7 +425,7 @@ def test_a_template_that_rewrites_what_was_said_loses_no_more_than_that(target, 
     assert tokenizer.decode(record.tokens, skip_special_tokens=True) == continuation(target, "", 30, ids=prompt)
 
 
-def test_a_conversation_that_is_too_long_says_so_and_goes_on(target, heads):
+def test_a_full_conversation_is_refused_and_goes_on_after_clear(target, heads):
     conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
     room = target.config.max_position_embeddings
     with pytest.raises(ConversationFull, match=f"has {room} tokens and the target is made for {room}: /clear"):
@@ -488,7 +488,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, mon
     assert not target._forward_pre_hooks
 
 
-def test_ctrl_c_while_nothing_is_generated_explains_itself(target):
+def test_ctrl_c_at_the_prompt_says_how_to_leave(target):
     console = Console(file=io.StringIO())
     calls = iter([KeyboardInterrupt, EOFError])
 
@@ -543,15 +543,15 @@ def state_of(learning: Path) -> dict:
 
 
 @pytest.mark.parametrize("command", ["chat", "generate", "regenerate", "serve"])
-def test_the_help_of_learn_says_the_promise(command, monkeypatch):
+def test_the_help_of_learn_says_that_weights_can_memorise_texts(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.replace("│", " ").split())
     promise = "weights learn from prompts and answers, and can memorise them. Without this option nothing is learned."
     assert promise in said
 
 
-def test_chat_goes_on_learning_where_it_stopped(run, folder, target, tmp_path, short_steps):
-    """And says the same, whatever was learned; of what was said, nothing is in the folder."""
+def test_chat_goes_on_learning_where_it_stopped_and_stores_no_text(run, folder, target, tmp_path, short_steps):
+    """Answers stay those of plain generate, and the folder holds nothing of what was said."""
     words = ["chat", "--target", str(folder / "target"), "--learn", str(tmp_path / "mine")]
     greedy, planted = ["--max-new-tokens", "30", "--temperature", "0"], "my secret is xylophone"
     first = run(*words, *greedy, stdin=f"def f(x):\n/clear\n{planted}\n")
@@ -609,7 +609,7 @@ def test_chat_learns_while_it_waits_and_stops_when_a_line_comes(target, heads):
     assert learner.states == ["learns", "stops", "answers", *["learns", "stops"] * 2]
 
 
-def test_generate_learns(run, folder, models, target, tmp_path, short_steps):
+def test_generate_with_learn_keeps_the_text_and_counts_tokens(run, folder, models, target, tmp_path, short_steps):
     asked = ["generate", PROMPT, "--max-new-tokens", "40", "--learn", str(tmp_path / "mine")]
     for count, words in ((48, models), (96, models[:2])):  # from --heads, then from the folder
         said = run(*asked, *words)
@@ -626,7 +626,7 @@ def test_generate_learns(run, folder, models, target, tmp_path, short_steps):
     assert json.loads(said.out)["tokens_learned_from"] == 144
 
 
-def test_a_folder_that_has_learned_comes_before_the_default_heads(run, folder, monkeypatch, tmp_path, short_steps):
+def test_learned_heads_of_a_folder_are_used_before_the_default_heads(run, folder, monkeypatch, tmp_path, short_steps):
     (tmp_path / "stand_in").symlink_to(folder)
     monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     for name, words in (("made", ["--target", str(folder / "target")]), ("default", [])):
@@ -681,7 +681,7 @@ def test_without_learn_nothing_is_learned(target, heads):
     assert all(torch.equal(value, before[name]) for name, value in heads.state_dict().items())
 
 
-def test_what_heads_learn_after_an_answer_is_no_part_of_its_time(target, heads):
+def test_time_after_an_answer_does_not_count_as_its_time(target, heads):
     record = StepRecord()
     with record.listening(target):
         target.generate(torch.tensor([[5, 6, 7]]), assistant_model=heads, max_new_tokens=5, streamer=record)
@@ -691,7 +691,7 @@ def test_what_heads_learn_after_an_answer_is_no_part_of_its_time(target, heads):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_a_real_ctrl_c_in_chat(models):
+def test_a_ctrl_c_signal_stops_one_answer_of_a_chat_process(models):
     process = start(
         "chat", *models, "--temperature", "0", "--max-new-tokens", "500"
     )  # the second answer is written to its end
@@ -708,7 +708,7 @@ def test_a_real_ctrl_c_in_chat(models):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_a_real_ctrl_c_in_generate(models):
+def test_a_ctrl_c_signal_ends_a_generate_process_with_code_130(models):
     process = start("generate", "(((", *models, "--max-new-tokens", "4000")
     read_until(process, b"(((")
     process.stdout.read(2)
@@ -721,7 +721,7 @@ def test_a_real_ctrl_c_in_generate(models):
 # ---------------------------------------------------------------------- benchmark and plot
 
 
-def test_benchmark_and_plot(run, models, folder, tmp_path):
+def test_benchmark_writes_a_result_that_plot_draws(run, models, folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("def f(x):\nabc(x)\n")
     result = tmp_path / "result.json"
     small = ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2", "--repeats", "1"]
@@ -757,7 +757,7 @@ def test_benchmark_and_plot(run, models, folder, tmp_path):
     assert all(picture.stat().st_size > 1000 for picture in pictures)
 
 
-def test_plot_of_a_folder_that_has_learned(run, folder, tmp_path, short_steps):
+def test_plot_draws_a_folder_of_learned_heads_and_refuses_another(run, folder, tmp_path, short_steps):
     pytest.importorskip("matplotlib")
     words = ["--target", str(folder / "target"), "--learn", str(tmp_path), "--max-new-tokens", "40"]
     assert run("generate", PROMPT, *words).code == 0
@@ -769,7 +769,7 @@ def test_plot_of_a_folder_that_has_learned(run, folder, tmp_path, short_steps):
     assert "holds no learning.json, which heads that learn write" in said.err
 
 
-def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, monkeypatch):
+def test_the_benchmark_table_shows_settings_that_vary_and_skipped_methods(run, models, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "prompts.txt").write_text("def f(x):\n")
     small = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "8", "--repeats", "1"]
@@ -787,7 +787,7 @@ def test_the_table_shows_what_varies_and_what_went_wrong(run, models, tmp_path, 
     assert "prompt-lookup was skipped: " in said.out
 
 
-def test_differences_are_told_with_their_margin():
+def test_notes_and_table_report_differences_with_their_margin():
     from hf_clover.measure.tables import notes_of, tables_of
 
     row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
@@ -810,8 +810,8 @@ def test_differences_are_told_with_their_margin():
     assert figures in [line.split() for line in console.file.getvalue().splitlines()]
 
 
-def test_colour_is_for_terminals(target, heads, monkeypatch):
-    """What decides is rich's console: the streamer takes whichever standard output is."""
+def test_text_is_coloured_on_a_terminal_only(target, heads, monkeypatch):
+    """rich's console decides. The streamer writes to whatever standard output is."""
     inputs = make_tokenizer()(PROMPT, return_tensors="pt")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for has_colour in (True, False):

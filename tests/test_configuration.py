@@ -83,7 +83,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_is_a_preset(variant):
+def test_a_variant_sets_the_fields_of_its_preset(variant):
     config = tiny(variant=variant)
     assert {field: getattr(config, field) for field in PRESETS[variant]} == PRESETS[variant]
     assert config.draft_depth == (8 if variant == "clover-x" else config.num_heads)
@@ -113,7 +113,7 @@ def test_recall_needs_attention_and_a_cell_that_sees_drafted_tokens(field, value
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_part_of_a_preset_is_a_field(variant):
+def test_every_field_of_a_preset_can_be_changed_alone(variant):
     """Each field of the preset can be set to what another variant has, and nothing else changes."""
     preset = tiny(variant=variant).to_dict()
     for other in VARIANTS.values():
@@ -143,7 +143,7 @@ def test_every_part_of_a_preset_is_a_field(variant):
             assert changed == expected
 
 
-def test_derived_defaults():
+def test_missing_fields_are_derived_from_others():
     config = CloverConfig(vocab_size=24, hidden_size=32, num_attention_heads=4)
     assert (config.num_key_value_heads, config.decoder_num_heads, config.head_dim) == (4, 4, 8)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
@@ -173,14 +173,14 @@ V1_ROWS = {
 
 
 @pytest.mark.parametrize("row", V1_ROWS)
-def test_a_row_of_the_ablations_is_a_config(row):
+def test_every_ablation_of_the_paper_can_be_configured(row):
     fields, modules, decoder = V1_ROWS[row]
     heads = CloverHeads(tiny(variant="clover", **fields))
     assert {name.split(".")[0] for name, _ in heads.named_parameters()} == modules
     assert decoder is None or type(heads.decoder).__name__ == decoder
 
 
-def test_what_is_left_of_clover_is_medusa():
+def test_clover_without_its_parts_has_the_shapes_of_medusa():
     fields = V1_ROWS["augmenting block removed too"][0]
     left = CloverHeads(tiny(variant="clover", num_heads=5, **fields))
     medusa = CloverHeads(tiny(variant="medusa"))
@@ -197,7 +197,7 @@ def test_what_is_left_of_clover_is_medusa():
     ],
 )
 @pytest.mark.parametrize("depth", [1, 3])
-def test_augmenting_block_rows(block, parts, depth):
+def test_the_augmenting_block_has_the_configured_depth_and_parts(block, parts, depth):
     heads = CloverHeads(tiny(variant="clover", augmenting_block=block, num_augmenting_layers=depth))
     assert len(heads.layers) == depth
     assert {name.split(".")[0] for name, _ in heads.layers[0].named_parameters()} == parts
@@ -251,7 +251,7 @@ def same(a: CloverConfig, b: CloverConfig) -> bool:
 
 
 @pytest.mark.parametrize("fields", [*({"variant": v} for v in VARIANTS), UNUSUAL], ids=[*VARIANTS, "unusual"])
-def test_round_trip(fields, tmp_path):
+def test_a_config_is_unchanged_after_saving_and_loading(fields, tmp_path):
     config = tiny(**fields)
     assert all(getattr(config, field) == value for field, value in fields.items())
     config.save_pretrained(tmp_path)

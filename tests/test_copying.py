@@ -41,7 +41,7 @@ def followed(text, most):
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=8), st.integers(1, 6))
-def test_it_finds_what_followed_the_longest_run(parts, most):
+def test_copies_are_what_followed_the_longest_run_that_came_before(parts, most):
     text = list(parts[0])
     copies = Copies([text], most)
     for part in parts[1:]:
@@ -52,7 +52,7 @@ def test_it_finds_what_followed_the_longest_run(parts, most):
     assert copies.hopes[0] == [RUNS[max(known for known in RUNS if known <= run + i)] for i in range(len(guess))]
 
 
-def test_the_chance_is_that_of_the_run_and_of_what_was_right():
+def test_the_chance_of_a_copy_depends_on_its_run_and_on_earlier_copies():
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     copies = Copies([text], most=3)
     (tokens, joint), two, three, five = copies.paths([0]), *RUNS.values()
@@ -117,7 +117,7 @@ def random_tree(generator, batch, nodes):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_best_nodes_of_tree_and_path(seed):
+def test_merging_a_path_keeps_the_best_nodes_of_tree_and_path(seed):
     generator = torch.Generator().manual_seed(seed)
     nodes, count = int(torch.randint(1, 9, (), generator=generator)), int(torch.randint(1, 6, (), generator=generator))
     tree = random_tree(generator, 3, nodes)
@@ -158,7 +158,7 @@ def model():
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2", "medusa"])
 @pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
-def test_tokens_stay_and_copies_are_accepted(model, variant, kwargs, lengths):
+def test_tokens_equal_plain_and_copies_are_accepted(model, variant, kwargs, lengths):
     """Untrained heads guess little; a text that repeats itself is copied from."""
     inputs = ragged_batch(VOCABULARY, lengths)
     accepted = {}
@@ -176,8 +176,8 @@ def test_tokens_stay_and_copies_are_accepted(model, variant, kwargs, lengths):
         assert accepted[6] > accepted[0] + 10 * len(lengths)
 
 
-def test_the_budget_chooses_among_copies_too(model, monkeypatch):
-    """What is copied stands in the tree before the budget cuts it, in the order of its chances."""
+def test_copies_are_merged_into_the_tree_in_the_order_of_their_chances(model, monkeypatch):
+    """Copies are in the tree, in the order of their chances, before the budget cuts it."""
     heads = CloverHeads.from_target(model, draft_copies=6)
     cut = []
 
@@ -210,8 +210,8 @@ class Resting(AutomaticBudget):
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2"])
 @pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
-def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, lengths):
-    """The heads draft nothing, also rows without a copy beside those with one; the tokens stay plain generate's."""
+def test_copies_are_drafted_while_the_heads_rest(model, monkeypatch, variant, kwargs, lengths):
+    """The heads draft nothing, not even for rows without a copy; the tokens stay plain generate's."""
     monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     asked = []
 
@@ -238,8 +238,8 @@ def test_copies_go_on_while_the_heads_rest(model, monkeypatch, variant, kwargs, 
 @pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("context", "method"), [(0.01, "replayed chain"), (0.0, "chain")])
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
-def test_copies_alone_where_only_chains_are_verified(monkeypatch, name, context, method, kwargs):
-    """What is copied is a chain. Rows that wait for each other do without."""
+def test_targets_that_verify_chains_accept_copies_while_the_heads_rest(monkeypatch, name, context, method, kwargs):
+    """A copy is a chain. Rows of a batch wait for each other here, and get no copies."""
     monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     target = that_repeats_itself(name, context)
     heads = CloverHeads.from_target(target, draft_copies=6)
@@ -259,8 +259,8 @@ def test_copies_alone_where_only_chains_are_verified(monkeypatch, name, context,
 
 
 @pytest.mark.automatic
-def test_heads_that_give_nan_are_found_beside_copies(model, monkeypatch):
-    """A row without a copy is no sign of it."""
+def test_heads_that_give_nan_are_noticed_although_copies_are_drafted(model, monkeypatch):
+    """A row without a copy is no sign of NaN."""
     monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     inputs = ragged_batch(VOCABULARY, (40, 25, 12))
     heads = CloverHeads.from_target(model, draft_copies=6)
@@ -273,7 +273,7 @@ def test_heads_that_give_nan_are_found_beside_copies(model, monkeypatch):
         model.generate(**inputs, max_new_tokens=60, assistant_model=heads, pad_token_id=0, num_assistant_tokens=3)
 
 
-def test_a_number_of_copies_is_checked():
+def test_a_negative_number_of_copies_is_refused():
     with pytest.raises(ValueError, match="`draft_copies=-1` is impossible: it must be an integer from 0 to 1024"):
         CloverConfig(draft_copies=-1)
 
@@ -299,7 +299,7 @@ def remembered(texts, most_tokens):
     st.lists(st.integers(0, 1), min_size=max(RUNS_ELSEWHERE), max_size=6),
     st.integers(1, 5),
 )
-def test_a_memory_knows_what_followed_in_the_last_text_that_has_the_longest_run(texts, most_tokens, now, most):
+def test_a_memory_finds_what_followed_the_longest_run_in_the_last_text_with_it(texts, most_tokens, now, most):
     memory = TextMemory(most_tokens)
     for text in texts:
         memory.add(text)
@@ -343,7 +343,7 @@ def test_a_second_call_copies_from_the_first(lengths, kwargs):
     assert 40 <= len(heads.text_memory) <= 1000
 
 
-def test_nobody_gets_texts_with_a_copy_of_the_heads(model, tmp_path):
+def test_copied_and_saved_heads_hold_no_remembered_texts(model, tmp_path):
     heads = CloverHeads.from_target(model)
     heads.text_memory = TextMemory(1000)
     model.generate(**ragged_batch(VOCABULARY), max_new_tokens=20, pad_token_id=0, assistant_model=heads)
@@ -355,12 +355,12 @@ def test_nobody_gets_texts_with_a_copy_of_the_heads(model, tmp_path):
 
 
 @pytest.mark.parametrize("most", [0, -1, 2.5, True, None])
-def test_a_memory_has_a_size(most):
+def test_a_text_memory_without_a_positive_size_is_refused(most):
     with pytest.raises(ValueError, match=r"`most_tokens=.*` must be a positive integer"):
         TextMemory(most)
 
 
-def test_heads_that_copy_nothing_need_no_memory(model):
+def test_a_text_memory_for_heads_that_copy_nothing_is_refused(model):
     heads = CloverHeads.from_target(model, draft_copies=0)
     heads.text_memory = TextMemory(1000)
     with pytest.raises(ValueError, match=r"`heads\.text_memory` is set, and `heads\.config\.draft_copies=0`"):

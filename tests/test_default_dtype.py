@@ -40,7 +40,7 @@ def made(target):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)])
-def test_generate(default, lengths, do_sample):
+def test_tokens_equal_plain_under_any_default_dtype(default, lengths, do_sample):
     target, inputs = build("llama", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, lengths)
     default()
     heads, accepted, own = made(target), 0, 0
@@ -76,7 +76,7 @@ def test_dice_draw_what_multinomial_draws(default):
 
 
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2"])
-def test_heads_are_what_they_are_elsewhere(default, tmp_path, variant):
+def test_new_heads_have_the_same_float32_weights_under_any_default_dtype(default, tmp_path, variant):
     target = build("llama", vocab_size=VOCABULARY)
     torch.manual_seed(1)
     usual = CloverHeads.from_target(target, variant=variant)
@@ -101,7 +101,7 @@ def test_heads_are_what_they_are_elsewhere(default, tmp_path, variant):
     assert records[0].accepted_tokens > NEW // 3
 
 
-def test_a_step_of_training(default):
+def test_training_gives_the_same_weights_under_any_default_dtype(default):
     target = build("llama", vocab_size=VOCABULARY)
     prompt = torch.tensor([[1, 4, 2, 5, 3]])
     usual = fit(made(target), target, prompt=prompt, steps=2).state_dict()
@@ -111,7 +111,7 @@ def test_a_step_of_training(default):
     assert all(torch.equal(weight, usual[name]) for name, weight in trained.items())
 
 
-def test_what_makes_floats_says_their_dtype():
+def test_every_torch_call_that_makes_floats_names_a_dtype():
     makers = {"linspace", "logspace", "rand", "randn", "empty", "zeros", "ones", "full", "eye"}
     silent = []
     for file in Path(hf_clover.__file__).parent.rglob("*.py"):

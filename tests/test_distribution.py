@@ -61,7 +61,7 @@ def counts(sequences: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tree", ["global", "levels", "chain"])
-def test_the_distribution_is_the_targets(model, tree):
+def test_sampled_texts_follow_the_targets_distribution(model, tree):
     heads = fit(CloverHeads.from_target(model, draft_tree=tree), model, temperature=SAMPLING["temperature"])
     cells = list(itertools.product(range(VOCABULARY), repeat=STEPS))
     exact = exact_distribution(model)
@@ -89,7 +89,7 @@ def test_the_distribution_is_the_targets(model, tree):
     assert chi_square_p(observed, expected * total) > 0.001
 
 
-def test_the_test_can_fail(model):
+def test_samples_of_another_temperature_fail_the_chi_square_test(model):
     """The same statistic, on samples of another temperature."""
     exact = exact_distribution(model)
     expected = torch.tensor(list(exact.values()), dtype=torch.float64)
@@ -197,7 +197,7 @@ def assert_same(texts, expected):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PROCESSING)
-def test_every_text_has_its_probability(model, fitted, monkeypatch, name, shape):
+def test_every_text_has_the_probability_that_plain_generate_gives_it(model, fitted, monkeypatch, name, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape], seed=1)
     expected, _ = every_text(model, inputs, monkeypatch, **PROCESSING[name])
     assert max(map(len, expected)) > 3
@@ -222,7 +222,7 @@ replay = loop.replay
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_lossy_walk_is_found(model, fitted, monkeypatch, shape):
+def test_a_lossy_walk_fails_the_comparison_of_probabilities(model, fitted, monkeypatch, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape], seed=1)
     expected, _ = every_text(model, inputs, monkeypatch, top_k=3)
     options = {"assistant_model": fitted, "num_assistant_tokens": 7, "top_k": 3}
@@ -233,7 +233,7 @@ def test_a_lossy_walk_is_found(model, fitted, monkeypatch, shape):
 
 
 @pytest.mark.parametrize("tree", ["global", "levels", "chain"])
-def test_one_seed_gives_one_text(model, fitted, monkeypatch, tree):
+def test_the_same_seed_gives_the_text_of_plain_generate(model, fitted, monkeypatch, tree):
     monkeypatch.setattr(fitted.config, "draft_tree", tree)
     accepted = 0
     for seed in range(5):

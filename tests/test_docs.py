@@ -74,8 +74,8 @@ def elsewhere(models, tmp_path, monkeypatch) -> Path:
 
 @RUNS_THEM
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "python")], ids=name_of)
-def test_python_runs(page, elsewhere):
-    """All blocks of a page, one after the other, as somebody does who reads it."""
+def test_python_blocks_of_every_page_run(page, elsewhere):
+    """All blocks of a page, one after the other, as a reader runs them."""
     names: dict = {}
     for mark, code in blocks(page, "python"):
         compile(code, name_of(page), "exec")
@@ -85,7 +85,7 @@ def test_python_runs(page, elsewhere):
 
 @RUNS_THEM
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "bash")], ids=name_of)
-def test_commands_run(page, elsewhere, monkeypatch):
+def test_commands_of_every_page_run(page, elsewhere, monkeypatch):
     for mark, code in blocks(page, "bash"):
         for words in commands(code) if is_run(mark) else ():
             if words[0] == "pip":  # installed, or we would not be here
@@ -99,7 +99,7 @@ def test_commands_run(page, elsewhere, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "bash")], ids=name_of)
-def test_commands_are_there(page):
+def test_commands_name_existing_options_extras_and_files(page):
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     for _, code in blocks(page, "bash"):
@@ -123,11 +123,11 @@ def check_options(name: str, words: list[str]) -> None:
     typer.main.get_command(cli.app).commands[name].make_context(name, words)
 
 
-def test_the_readme_is_one_page():
+def test_the_readme_has_at_most_seven_kib():
     assert (ROOT / "README.md").stat().st_size <= 7 * 1024
 
 
-def test_the_promise_of_the_same_tokens_says_where_it_holds():
+def test_the_readmes_promise_of_the_same_tokens_names_float32():
     """Repositories hold weights in bfloat16, and `from_pretrained` leaves them so."""
     promise = re.search(r"^- \*\*The same tokens\.\*\* .*$", (ROOT / "README.md").read_text(), re.MULTILINE)[0]
     assert "in float32" in promise
@@ -145,7 +145,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_lead_to_existing_pages_and_anchors(page):
     text = BLOCK.sub("", page.read_text())
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
     for link in links:
@@ -166,7 +166,7 @@ def test_every_experiment_is_in_the_index():
         assert any(figures.name in page.read_text() for page in (folder / "results").glob("*.md")), figures.name
 
 
-def test_the_repository_holds_files_and_no_links_out_of_it():
+def test_the_repository_holds_no_symbolic_links():
     """A link to a folder of one machine leads nowhere on the next, and stands in the way of what belongs there."""
     listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:

@@ -37,7 +37,7 @@ def parameters(thing) -> set[str]:
     return {one.name for one in known if one.name != "self" and one.kind is not one.VAR_POSITIONAL}
 
 
-def test_every_public_name_is_on_the_page():
+def test_every_public_name_is_on_the_api_page():
     exported = {f"hf_clover.{name}" for name in hf_clover.__all__ if name != "__version__"}
     exported |= {f"hf_clover.training.{name}" for name in training.__all__ if name not in hf_clover.__all__}
     code = "\n".join(code for page in DOCS for _, code in blocks(page, "python"))
@@ -51,7 +51,7 @@ def test_every_public_name_is_on_the_page():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_parameter_and_what_comes_back_is_described(name):
+def test_docstrings_describe_every_parameter_and_the_result(name):
     thing = pydoc.locate(name)
     docstring = inspect.getdoc(thing)
     if docstring.startswith("As `"):  # what it overrides is described there
@@ -84,7 +84,7 @@ class LastLines(doctest.OutputChecker):
 )
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
-def test_examples_run(name):
+def test_examples_in_docstrings_run(name):
     docstring = re.sub(r"^ *```.*$", "", inspect.getdoc(pydoc.locate(name)), flags=re.MULTILINE)
     example = doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
     assert example.examples

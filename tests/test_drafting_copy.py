@@ -62,7 +62,7 @@ def heads_of(target, variant="clover-x", **fields):
 
 @pytest.mark.parametrize("draft_vocab_size", [pytest.param(None, marks=LONG), 40])
 @pytest.mark.parametrize("variant", ["clover-x", *(pytest.param(other, marks=LONG) for other in OTHERS)])
-def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, weights):
+def test_a_cpu_copy_drafts_as_well_as_the_heads(target, variant, draft_vocab_size, weights):
     """As many drafts are accepted, within a few, and the tokens are plain generate's."""
     batch = ragged_batch(VOCABULARY)
     options = {**batch, "max_new_tokens": 32, "do_sample": False, "pad_token_id": 0}
@@ -108,14 +108,14 @@ def test_it_drafts_what_the_heads_would(target, variant, draft_vocab_size, weigh
     assert all(torch.equal(weight, before[name]) for name, weight in heads.state_dict().items())
 
 
-def test_positions_stay_in_single_precision(target, weights):
+def test_a_copy_keeps_rotary_frequencies_in_float32(target, weights):
     heads = heads_of(target)
     made = drafting_copy(heads, target)
     assert torch.equal(made.rotary_emb.inv_freq, heads.rotary_emb.inv_freq)
     assert made.rotary_emb.inv_freq.dtype == torch.float32
 
 
-def test_it_is_made_once_and_anew_after_a_change(target, weights):
+def test_a_copy_is_made_once_and_again_after_weights_change(target, weights):
     heads = heads_of(target, draft_vocab_size=40)
     made = drafting_copy(heads, target)
     assert drafting_copy(heads, target) is made
@@ -136,7 +136,7 @@ def test_it_is_made_once_and_anew_after_a_change(target, weights):
     assert third.config is heads.config
 
 
-def test_heads_that_are_packed_have_one_too(target):
+def test_packed_heads_get_a_copy_too(target):
     heads = heads_of(target)
     pack_for_cpu(target)
     pack_for_cpu(heads)
@@ -167,27 +167,27 @@ def too_small(heads):
 
 
 @pytest.mark.parametrize("change", [with_adapter, on_no_device, offloaded, too_small])
-def test_where_the_heads_draft_themselves(target, change):
+def test_heads_that_do_not_suit_a_copy_draft_themselves(target, change):
     heads = heads_of(target)
     assert drafting_copy(heads, target) is not heads
     change(heads)
     assert drafting_copy(heads, target) is heads
 
 
-def test_a_torch_that_packs_nothing(target, monkeypatch):
+def test_heads_draft_themselves_where_torch_cannot_pack(target, monkeypatch):
     heads = heads_of(target)
     monkeypatch.setattr(packing, "_OPERATORS", ("no_such_operator",))
     assert drafting_copy(heads, target) is heads
 
 
-def test_a_torch_that_halves_nothing(target, monkeypatch):
+def test_the_copy_is_packed_where_torch_cannot_halve_weights(target, monkeypatch):
     monkeypatch.setattr(module, "multiplies_bfloat16_fast", lambda device: False)
     monkeypatch.setattr(packing, "_HALVING_OPERATORS", ("no_such_operator",))
     made = drafting_copy(heads_of(target), target)
     assert all(packing.is_packed(layer) for layer in made.modules() if isinstance(layer, nn.Linear))
 
 
-def test_it_goes_with_its_heads(target):
+def test_a_copy_is_freed_with_its_heads(target):
     heads = heads_of(target)
     copies = module.memory_of(target).drafting_copies
     drafting_copy(heads, target)
@@ -197,7 +197,7 @@ def test_it_goes_with_its_heads(target):
     assert len(copies) == 0
 
 
-def test_a_conversation_goes_on_with_it(target):
+def test_a_second_turn_equals_plain_with_a_copy(target):
     """The heads' keys and values of the first turn serve the second."""
     heads = heads_of(target)
     ids = ragged_batch(VOCABULARY)["input_ids"][:1]
@@ -211,7 +211,7 @@ def test_a_conversation_goes_on_with_it(target):
     assert torch.equal(second.sequences, expected.sequences)
 
 
-def test_in_inference_mode_and_out_of_it(target):
+def test_a_copy_serves_calls_inside_and_outside_inference_mode(target):
     heads, ids = heads_of(target), ragged_batch(VOCABULARY)["input_ids"][:1]
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     expected = target.generate(ids, **options)
@@ -226,7 +226,7 @@ def test_in_inference_mode_and_out_of_it(target):
         assert drafting_copy(loaded.bind(target), target) is not loaded
 
 
-def test_threads_that_begin_together(target):
+def test_threads_that_start_together_get_plain_tokens_with_a_copy(target):
     heads, ids = heads_of(target), ragged_batch(VOCABULARY)["input_ids"][:1]
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     expected = target.generate(ids, **options)

@@ -74,7 +74,7 @@ def test_every_node_is_scored_as_if_its_path_stood_alone(shape, fields):
         assert looked_at >= {"global": 30, "levels": 25, "chain": 10}[shape]
 
 
-def test_rows_that_leave():
+def test_rows_that_stay_are_scored_the_same_after_others_have_left():
     heads = fresh()
     drafter, hidden, tokens = fed(heads)
     drafter.draft(8)
@@ -89,7 +89,7 @@ def test_rows_that_leave():
 
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-def test_training_unrolls_what_drafting_computes(fields):
+def test_training_outputs_equal_those_of_drafting(fields):
     """The output of step k at position t is what a chain drafted from t gives when it drafts the text."""
     heads = fresh(**fields)
     torch.manual_seed(2)
@@ -104,7 +104,7 @@ def test_training_unrolls_what_drafting_computes(fields):
             torch.testing.assert_close(outputs[step, 0, place], expected, atol=2e-5, rtol=1e-4)
 
 
-def test_every_step_of_the_unrolling_learns():
+def test_gradients_flow_from_a_late_training_step_to_the_first_layer():
     heads = fresh().train()
     outputs = heads(torch.randn(1, 12, 3 * heads.config.hidden_size), torch.randint(1, 32, (1, 12))).head_outputs
     (grad,) = torch.autograd.grad(outputs[6].sum(), heads.fc.weight)  # back to where the path began
@@ -113,7 +113,7 @@ def test_every_step_of_the_unrolling_learns():
 
 
 @torch.no_grad()
-def test_features_of_three_depths():
+def test_features_are_the_targets_hidden_states_of_three_layers():
     """What the trainer hands over and what `generate` does are the target's own `hidden_states`."""
     target = zoo.build("cohere2")  # four layers
     ids = torch.randint(1, 32, (2, 7))
@@ -140,7 +140,7 @@ def test_features_of_three_depths():
     [({}, 30), ({"do_sample": True, "temperature": 0.4}, 10)],
     ids=["greedy", "sampling"],
 )
-def test_the_tokens_are_plain_generates(fitted, sampling, accepted):
+def test_tokens_equal_plain_and_drafts_are_accepted(fitted, sampling, accepted):
     plain, ours = both(*fitted, **sampling)
     assert ours.sequences.tolist() == plain.tolist()
     assert ours.speculation.method == "tree"
@@ -148,7 +148,7 @@ def test_the_tokens_are_plain_generates(fitted, sampling, accepted):
     assert len(ours.speculation.accepted_by_depth) > 2
 
 
-def test_one_row_goes_on_from_a_cache(fitted):
+def test_a_second_turn_on_the_same_cache_equals_plain(fitted):
     """Turn by turn, with a drafter that is remembered."""
     target, heads, prompts = fitted
     first, mine = both(target, heads, prompts[1:2])
@@ -161,7 +161,7 @@ def test_one_row_goes_on_from_a_cache(fitted):
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}])
-def test_where_a_device_has_graphs(options, fitted, captures):  # noqa: F811
+def test_tokens_equal_plain_where_the_targets_forwards_are_graphs(options, fitted, captures):  # noqa: F811
     """The target's forwards are graphs, which hand over three layers' states; the drafts are not."""
     memory_of(fitted[0]).idle_cache = None  # which has the graphs of the other test
     plain, ours = both(*fitted, **options)
@@ -170,8 +170,8 @@ def test_where_a_device_has_graphs(options, fitted, captures):  # noqa: F811
     assert captures.replayed >= 4
 
 
-def test_in_bfloat16_for_a_target_in_float32():
-    """As the packed copy that drafts on a CPU: every layer is given its own dtype."""
+def test_bfloat16_heads_give_plain_tokens_for_a_float32_target():
+    """As in the packed copy that drafts on a CPU: every layer is given inputs of its own dtype."""
     target, heads = zoo.build("llama"), fresh().to(torch.bfloat16)
     given = set()
     for layer in heads.modules():

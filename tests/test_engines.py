@@ -23,7 +23,7 @@ def run_of(tokens=4, drop=True, caching=True, method="mtp", **parallel):
 
 
 @pytest.mark.parametrize(("variant", "method"), [("clover-x", "mtp"), ("clover-2", "eagle3"), ("clover", "eagle3")])
-def test_what_can_be_drafted_with(variant, method):
+def test_each_variant_runs_with_its_own_vllm_method_only(variant, method):
     config = DraftConfig(variant=variant, **SIZES)
     check_heads(config)
     check_run(config, run_of(tokens=config.draft_depth, method=method, tensor_parallel_size=2))
@@ -34,8 +34,8 @@ def test_what_can_be_drafted_with(variant, method):
         check_run(config, run_of(method=other))
 
 
-def test_cards_say_how_where_they_can():
-    """Of what is saved, which holds what differs from a default, and of heads that vLLM refuses nothing."""
+def test_cards_show_the_vllm_command_where_vllm_can_run_the_heads():
+    """A saved config holds only what differs from a default. Cards of heads that vLLM refuses do not name vLLM."""
     saved = {"variant": "clover-x", "num_heads": 5, "target_name_or_path": "org/target"}
     card = str(render("heads", "org/heads", config=saved))
     command = 'vllm serve org/target --speculative-config \'{"model": "org/heads", "num_speculative_tokens": 4}\''
@@ -67,7 +67,7 @@ def test_heads_that_vllm_cannot_run_are_refused():
         (run_of(drop=False), "disable_eagle_block_drop=True: the last slot of a shared block"),
     ],
 )
-def test_runs_that_would_be_wrong_are_refused(run, problem):
+def test_vllm_settings_that_the_heads_cannot_serve_are_refused(run, problem):
     with pytest.raises(ValueError, match=problem):
         check_run(DraftConfig(variant="clover-x", **SIZES), run)
 

@@ -28,7 +28,7 @@ def report():
     return environment()
 
 
-def test_what_it_says_is_so(report):
+def test_the_report_agrees_with_this_machine(report):
     assert report["hf_clover"] == hf_clover.__version__
     assert report["python"] == platform.python_version()
     assert report["packages"] == {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -46,7 +46,7 @@ def test_what_it_says_is_so(report):
     assert json.loads(json.dumps(report)) == report
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_the_report_names_missing_packages_and_a_missing_hook(monkeypatch):
     hf_clover.uninstall_hook()
     try:
         monkeypatch.delattr(GenerationMixin, "_prefill")
@@ -63,8 +63,8 @@ def test_what_is_missing_is_said(monkeypatch):
     assert "- generate: hook installed no, lacking in transformers no `_prefill`" in text
 
 
-def test_standing_aside_is_not_installed(monkeypatch):
-    """Where a name is lacking, the only wrapper is the one that leaves heads out."""
+def test_a_hook_that_leaves_heads_out_is_reported_as_not_installed(monkeypatch):
+    """Where transformers lacks a name, the only wrapper is the one that leaves heads out."""
     from hf_clover.targets import private_api
 
     hf_clover.uninstall_hook()
@@ -80,7 +80,7 @@ def test_standing_aside_is_not_installed(monkeypatch):
     assert environment()["generate"]["hook_installed"] is True
 
 
-def test_devices_are_described(monkeypatch):
+def test_the_report_describes_every_gpu(monkeypatch):
     properties = type("Properties", (), {"name": "NVIDIA H200", "total_memory": 141 * 2**30, "major": 9, "minor": 0})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -90,7 +90,7 @@ def test_devices_are_described(monkeypatch):
     assert f"- devices: {one}; {one}" in as_text(environment())
 
 
-def test_the_command_prints_it(report):
+def test_the_env_command_prints_the_report(report):
     printed = CliRunner().invoke(cli.app, ["env"])
     assert (printed.exit_code, printed.stdout.strip()) == (0, as_text(report))
     assert all(re.fullmatch(r"- [\w ]+: \S.*", line) for line in printed.stdout.splitlines())
@@ -99,7 +99,7 @@ def test_the_command_prints_it(report):
 
 
 @pytest.mark.long("hf_clover/cli", "hf_clover/measure")
-def test_nothing_tells_who_or_where(tmp_path):
+def test_the_report_holds_no_user_name_path_or_token(tmp_path):
     """In a process with a name, a home and tokens that would be noticed."""
     home = tmp_path / "home-of-somebody"
     home.mkdir()
@@ -127,7 +127,7 @@ def test_nothing_tells_who_or_where(tmp_path):
 
 
 @pytest.mark.parametrize("form", ["bug", "slow", "question"])
-def test_issue_forms_ask_for_it(form):
+def test_issue_forms_ask_for_the_report(form):
     yaml = pytest.importorskip("yaml")
     asked = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text())
     assert {"name", "description", "body"} <= set(asked)
@@ -136,7 +136,7 @@ def test_issue_forms_ask_for_it(form):
     assert form == "question" or fields["env"]["validations"]["required"]
 
 
-def test_what_contributing_and_the_checklist_name_is_there():
+def test_paths_named_in_contributing_changelog_and_checklist_exist():
     known = {"examples/experiments", "examples/benchmarks"}
     for page in ("CONTRIBUTING.md", "CHANGELOG.md", ".github/PULL_REQUEST_TEMPLATE.md"):
         text = (ROOT / page).read_text()

@@ -23,7 +23,7 @@ HOW_TO = "if that is right, `python examples/compatibility/walk.py` writes the t
 
 @pytest.mark.long("hf_clover/decoding/route.py", "hf_clover/targets/private_api.py", "examples/compatibility")
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_row(model_type):
+def test_every_model_type_is_decoded_as_the_table_says(model_type):
     row = walk.examine(model_type)
     assert row.result != walk.WRONG, row.reason
     if transformers.__version__ == VERSION:  # another may have other types, and decode them in other ways
@@ -31,11 +31,11 @@ def test_row(model_type):
 
 
 @pytest.mark.skipif(transformers.__version__ != VERSION, reason=f"the table is of transformers {VERSION}")
-def test_table_has_all_types():
+def test_the_table_has_every_model_type():
     assert set(ROWS) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), HOW_TO
 
 
-def test_most_types_are_exact_with_a_tree():
+def test_at_least_60_model_types_are_exact_with_a_tree():
     results = [row.result for row in ROWS.values()]
     assert results.count(walk.TREE) >= 60
     assert walk.WRONG not in results
@@ -61,7 +61,7 @@ DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
         ("moshi", dict(sliding_window=40), walk.TREE, 0),
     ],
 )
-def test_lengths_at_which_positions_change(model_type, fields, result, longer, monkeypatch):
+def test_drafting_stops_only_across_a_change_of_positions(model_type, fields, result, longer, monkeypatch):
     """A text that grows past such a length is continued one token at a time; beyond it, and below, trees are exact."""
     monkeypatch.setitem(small_configs.OVERRIDES, model_type, fields)
     for name in ("ALONE", "SHORT", "PADDED"):
@@ -81,19 +81,19 @@ def no_trial(monkeypatch):
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3n_text"])
-def test_the_walk_notices_a_wrong_mask(model_type, no_trial, monkeypatch):
+def test_the_compatibility_check_notices_a_wrong_mask(model_type, no_trial, monkeypatch):
     monkeypatch.setattr(Tree, "ancestors", every_earlier_node)
     assert walk.examine(model_type).result == walk.WRONG
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neo", "bloom"])
-def test_the_walk_notices_a_target_that_cannot_verify_a_tree(model_type, no_trial):
+def test_the_compatibility_check_notices_a_target_that_cannot_verify_a_tree(model_type, no_trial):
     assert ROWS[model_type].result == walk.CHAIN
     assert walk.examine(model_type).result == walk.WRONG
 
 
 @pytest.mark.parametrize(("model_type", "result"), [("llama", walk.TREE), ("lfm2", walk.CHAIN)])
-def test_the_walk_notices_drafts_that_are_not_accepted(model_type, result, monkeypatch):
+def test_the_compatibility_check_notices_drafts_that_are_not_accepted(model_type, result, monkeypatch):
     assert ROWS[model_type].result == result
     monkeypatch.setattr(walk, "planted", lambda *_: contextlib.nullcontext())
     row = walk.examine(model_type)

@@ -46,7 +46,7 @@ def no_way_to_smollm2(monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
 
 
-def test_the_quick_start_from_the_command_line(no_way_to_smollm2):
+def test_the_quick_start_runs_with_the_stand_in_from_the_command_line(no_way_to_smollm2):
     command = [sys.executable, EXAMPLES / "quickstart.py", "--max-new-tokens", "40"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "100"})
     said, words = said.stdout, " ".join(said.stdout.split())
@@ -58,7 +58,7 @@ def test_the_quick_start_from_the_command_line(no_way_to_smollm2):
     assert "hf-clover train" in said
 
 
-def test_the_quick_start_asks_a_model_that_answers(tmp_path, capsys):
+def test_the_quick_start_asks_a_chat_model_a_question(tmp_path, capsys):
     """As SmolLM2 does, in small: with a chat template."""
     save_folders(tmp_path, says=ASCII)
     (tmp_path / "target" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -74,7 +74,7 @@ def test_the_quick_start_asks_a_model_that_answers(tmp_path, capsys):
     assert "times as fast, the same 30 tokens." in said
 
 
-def test_the_race_says_where_texts_part():
+def test_the_quick_start_says_where_two_texts_begin_to_differ():
     quickstart = load("quickstart")
     ours, plain = quickstart.StepRecord(), quickstart.StepRecord()
     ours.steps, ours.seconds, plain.steps, plain.seconds = [[5, 6], [7]], 1.0, [[5], [6], [8]], 2.0
@@ -85,7 +85,7 @@ def test_the_race_says_where_texts_part():
     assert quickstart.verdict(ours, plain) == "2.0 times as fast, the same 3 tokens."
 
 
-def test_drawing_the_race_is_no_part_of_plain_generates_time(monkeypatch):
+def test_the_time_of_plain_generate_excludes_drawing(monkeypatch):
     quickstart = load("quickstart")
     now = iter([0.0, 1.0, 1.0, 31.0, 32.0, 32.0, 62.0])  # the start; each token: its time, then drawing for 30 s
     monkeypatch.setattr(quickstart.time, "perf_counter", lambda: next(now))
@@ -96,7 +96,7 @@ def test_drawing_the_race_is_no_part_of_plain_generates_time(monkeypatch):
     assert plain.times == [1.0, 2.0]
 
 
-def test_the_quick_start_shows_no_text_that_runs_in_circles(stand_in):
+def test_the_text_of_the_quick_start_does_not_repeat_itself(stand_in):
     target, tokenizer = stand_in
     quickstart = load("quickstart")
     (prompt,) = load_prompts("stand-in", tokenizer, limit=1)
@@ -108,7 +108,7 @@ def test_the_quick_start_shows_no_text_that_runs_in_circles(stand_in):
 
 
 @pytest.mark.parametrize("folder", HEADS)
-def test_the_stand_ins_heads_draft_what_its_target_says(stand_in, folder):
+def test_the_stand_ins_heads_reach_their_tokens_per_forward(stand_in, folder):
     target, tokenizer = stand_in
     heads = AutoModel.from_pretrained(STAND_IN / folder, dtype=torch.float32)
     prompts = load_prompts("stand-in", tokenizer, limit=24)[20:]  # not those of the quick start
@@ -134,7 +134,7 @@ def test_the_stand_in_is_small_and_says_how_it_was_made():
     assert trained[0] == trained[1] == trained[2], "the same data, the same number of tokens"
 
 
-def test_it_is_made_by_one_script_that_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+def test_the_script_that_makes_the_stand_in_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
     script = load("train_stand_in")
     whole = script.source_files
     monkeypatch.setattr(script, "PACKAGES", ("typer",))
@@ -178,7 +178,7 @@ def test_held_out_modules_are_left_out_of_training(monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["heads", "clover-2"])
-def test_one_step_accepts_what_the_library_accepts(stand_in, folder, capsys):
+def test_the_one_step_example_needs_as_many_forwards_as_the_library(stand_in, folder, capsys):
     target, tokenizer = stand_in
     said = load("one_step").main(["--heads", str(STAND_IN / folder), "--max-new-tokens", "32"])  # compares the tokens
     assert "The same tokens as plain generate's." in capsys.readouterr().out
@@ -191,12 +191,12 @@ def test_one_step_accepts_what_the_library_accepts(stand_in, folder, capsys):
     assert said["forwards"] == out.speculation.target_forwards
 
 
-def test_hello():
+def test_the_hello_example_says_yes_twice():
     said = subprocess.run([sys.executable, EXAMPLES / "hello.py"], capture_output=True, text=True, check=True).stdout
     assert said.count("yes") == 2
 
 
-def test_training_memory_tells_what_it_measured():
+def test_training_memory_prints_the_peaks_it_measured():
     command = [sys.executable, EXAMPLES / "benchmarks" / "training_memory.py", "--positions", "512"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     peaks = {int(size.replace(",", "")): int(mib) for size, mib in re.findall(r"^ *([\d,]+) +(\d+) +\d", said, re.M)}
@@ -205,7 +205,7 @@ def test_training_memory_tells_what_it_measured():
     assert "Qwen3-8B" in said
 
 
-def test_train_is_the_command_line_program(tmp_path):
+def test_the_train_example_trains_heads_and_writes_a_card(tmp_path):
     save_folders(tmp_path)
     rows = "\n".join(json.dumps({"text": f"def f(x):\n    return x[{'a' * i}:]\n" * 2}) for i in range(8))
     (tmp_path / "data").mkdir()

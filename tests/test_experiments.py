@@ -79,7 +79,7 @@ def run(module: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("temperature", "count"), [("0", "1"), ("1", "1"), ("0", "2")])
-def test_resting(experiment, folder, temperature, count):
+def test_resting_has_a_row_for_every_machine_and_kind_of_heads(experiment, folder, temperature, count):
     module = experiment("resting")
     result = run(module, folder, "--temperature", temperature, "--rows", count)
     found = [(row["heads"], row["machine"]) for row in result["rows"]]
@@ -100,7 +100,7 @@ def recorded_answer(module, wrong=0):
 
 
 def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, monkeypatch):
-    """Drafts that are the text itself: five tokens a step of four nodes, counted once, in the time of that step."""
+    """The drafts are the text itself: a step of four nodes gives five tokens, and takes the time of one such step."""
     module = experiment("resting")
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "COPIES", 0)
@@ -111,8 +111,8 @@ def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, mon
 
 
 def test_resting_takes_a_batch_as_long_as_its_slowest_row(experiment, folder, monkeypatch):
-    """Drafts that are the text itself beside drafts that are wrong: as many steps as tokens, in the time of both rows
-    as long as the first goes on, and then of one."""
+    """The drafts of one row are the text itself, those of the other are wrong: the second has as many steps as tokens.
+    A step takes the time of two rows until the first row has ended, and then that of one."""
     module = experiment("resting")
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "COPIES", 0)
@@ -138,7 +138,7 @@ def test_resting_drafts_by_the_numbers_that_sampled_the_answer(experiment, folde
         assert picked == ids[len(prompt) :]
 
 
-def test_online(experiment, folder, tmp_path):
+def test_online_measures_a_stream_of_prompts_and_answers_that_are_read(experiment, folder, tmp_path):
     """A stream of prompts; and answers that are read."""
     module = experiment("online")
     result = run(module, folder)
@@ -160,14 +160,14 @@ def test_online(experiment, folder, tmp_path):
     assert read["rows"][1]["steps"] >= 1
 
 
-def test_rollouts(experiment, folder):
+def test_rollouts_end_with_the_same_weights_in_every_run(experiment, folder):
     result = run(experiment("rollouts"), folder)
     assert [row["run"] for row in result["summary"]] == list(experiment("rollouts").RUNS)
     assert len({row["weights_at_the_end"] for row in result["rows"]}) == 1
     assert all(row["same_weights"] for row in result["summary"])
 
 
-def test_step_costs(experiment, folder):
+def test_step_costs_has_a_row_for_every_size_and_kind_of_weights(experiment, folder):
     result = run(experiment("step_costs"), folder)
     assert [(row["weights"], row["tokens"]) for row in result["rows"]] == [
         (kind, size) for kind in ("plain weights", "packed weights") for size in (1, 2, 4)

@@ -1,4 +1,4 @@
-"""What goes wrong, or goes on beside, while text is generated: memory, threads, interruptions, numbers that are none.
+"""What goes wrong, or happens beside, while text is generated: memory, threads, interruptions, NaN.
 
 What is refused before a token is generated is in test_bad_input.py, with the first of the interruptions; threads that
 all speculate are in test_neighbours.py and test_graphs.py.
@@ -60,7 +60,7 @@ OF_CHAINS = pytest.mark.long("hf_clover/decoding/target/chains.py", "hf_clover/d
         *(pytest.param(name, marks=OF_CHAINS) for name in ("bloom", "lfm2", "qwen3_next")),
     ],
 )
-def test_memory_does_not_grow(target):
+def test_memory_does_not_grow_over_500_generations(target):
     """500 generations of many kinds; what is found out at the first is kept, and nothing after that."""
     model = build(target, vocab_size=VOCABULARY)
     heads, other = CloverHeads.from_target(model), CloverHeads.from_target(model, variant="medusa")
@@ -108,8 +108,8 @@ def _flex_attention_is_not_compiled(request):
         yield
 
 
-def test_threads_may_learn_from_each_other(model, heads):
-    """What a step costs is kept for a target and its heads, whoever takes it: one adds while another looks."""
+def test_threads_may_share_measured_costs(model, heads):
+    """What a step costs is kept for a target and its heads, for all threads: one thread adds while another reads."""
     before = sys.getswitchinterval()
     budgets = [make_budget(None, False, model, heads) for _ in range(2)]
     stop, tree = threading.Event(), root_only(torch.zeros(1, dtype=torch.long))
@@ -141,7 +141,7 @@ def test_threads_may_learn_from_each_other(model, heads):
 
 @pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 @pytest.mark.parametrize(("target", "method"), CHAINS)
-def test_threads_draft_chains_in_one_target(target, method):
+def test_threads_that_draft_chains_in_one_target_get_plain_tokens(target, method):
     """Caches that are cropped, copied and replayed belong to their call."""
     model = build(target, vocab_size=VOCABULARY)
     heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (6,))
@@ -186,8 +186,8 @@ def columns_only(model):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "columns_only", "flex_attention"])
 @pytest.mark.parametrize("layer", [1, 2])
-def test_plain_generate_while_another_thread_has_trees(model, columns_only, implementation, layer):
-    """In the middle of every forward, whose masks are made, the attention changes: trees come, or they go."""
+def test_plain_generate_is_unchanged_while_another_thread_has_trees(model, columns_only, implementation, layer):
+    """In the middle of every forward, after its masks are made, the attention changes to that of trees, or back."""
     model.set_attn_implementation(implementation)
     inputs, forwards = ragged_batch(VOCABULARY, (5, 9, 3)), []
     truth = model.generate(**inputs, max_new_tokens=6)
@@ -211,7 +211,7 @@ def test_plain_generate_while_another_thread_has_trees(model, columns_only, impl
     assert model.config._attn_implementation == implementation
 
 
-def test_trees_on_a_target_whose_attention_takes_none(columns_only, heads):
+def test_a_target_whose_attention_takes_no_tree_mask_still_verifies_trees(columns_only, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain = columns_only.generate(**inputs, max_new_tokens=NEW)
     with planted(heads, plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
@@ -221,7 +221,7 @@ def test_trees_on_a_target_whose_attention_takes_none(columns_only, heads):
     assert (out.speculation.method, out.speculation.accepted_tokens > NEW) == ("tree", True)
 
 
-# ---------------------------------------------------------------------- numbers that are none
+# ---------------------------------------------------------------------- NaN and infinity
 
 
 def ruin_weights(heads, value):
@@ -248,7 +248,7 @@ OPTIONS = {
 @pytest.mark.parametrize("where", ["weights", "outputs", "outputs, later"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)])
-def test_heads_that_give_no_numbers(model, heads, lengths, name, where, value):
+def test_nan_or_infinity_of_heads_stops_drafting_with_one_warning(model, heads, lengths, name, where, value):
     options = {"max_new_tokens": NEW, "num_assistant_tokens": 8, **OPTIONS[name]}
     inputs = ragged_batch(VOCABULARY, lengths)
     torch.manual_seed(1)
@@ -274,7 +274,7 @@ def test_heads_that_give_no_numbers(model, heads, lengths, name, where, value):
     assert len(sizes) - last > 5, "most steps were plain"
 
 
-def test_heads_in_graphs_that_give_no_numbers(model, heads, captures):  # noqa: F811
+def test_nan_of_heads_in_graphs_stops_drafting_with_one_warning(model, heads, captures):  # noqa: F811
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain = model.generate(**inputs, max_new_tokens=NEW)
     ruin_weights(heads, math.nan)
@@ -291,8 +291,8 @@ def test_heads_in_graphs_that_give_no_numbers(model, heads, captures):  # noqa: 
     assert out.speculation.tree_sizes == [5] + [0] * (NEW - 2)
 
 
-def test_looking_for_nan_costs_no_transfer(model, heads):
-    """What the walk needs of a tree comes to the host at once; nothing else is asked of it in a step of fixed size."""
+def test_looking_for_nan_does_not_wait_for_the_device(model, heads):
+    """All that the walk needs of a tree comes to the host in one transfer; a step of fixed size asks for no more."""
     from hf_clover.decoding.draft.session import DraftSession
 
     inputs, asked = ragged_batch(VOCABULARY, (7,)), []
@@ -331,14 +331,14 @@ def test_looking_for_nan_costs_no_transfer(model, heads):
     assert out.shape[1] == 7 + NEW
 
 
-# ---------------------------------------------------------------------- breaking off
+# ---------------------------------------------------------------------- calls that are interrupted
 
 
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
 @pytest.mark.parametrize("where", ["processor", "streamer"])
 @pytest.mark.parametrize("implementation", ["static", "captures", "columns_only"])
-def test_breaking_off_elsewhere(model, heads, request, where, error, implementation):
-    """As test_bad_input.py has it for the cache that grows: nothing of the call stays, and the next one is right."""
+def test_an_interrupted_call_leaves_nothing_behind(model, heads, request, where, error, implementation):
+    """As in test_bad_input.py for the cache that grows: nothing of the call stays, and the next one is right."""
     options = {"max_new_tokens": NEW, "num_assistant_tokens": 5}
     if implementation == "static":
         options["cache_implementation"] = "static"
@@ -362,7 +362,7 @@ def test_breaking_off_elsewhere(model, heads, request, where, error, implementat
 @pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
 @pytest.mark.parametrize(("target", "method"), CHAINS)
-def test_breaking_off_a_chain(target, method, error):
+def test_an_interrupted_chain_leaves_the_callers_cache_as_it_was(target, method, error):
     """The caller's cache is as it was before the call that broke off, and carries on."""
     model = build(target, vocab_size=VOCABULARY)
     heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (7,))

@@ -50,7 +50,7 @@ def sampled(batch, rowwise=False):
 
 
 @pytest.mark.parametrize(("batch", "rowwise"), [(1, False), (3, False), (3, True)])
-def test_the_numbers_that_multinomial_is_about_to_draw(batch, rowwise):
+def test_foresight_knows_the_numbers_that_multinomial_draws_next(batch, rowwise):
     probs = torch.softmax(torch.randn(4, batch, VOCABULARY, generator=torch.Generator().manual_seed(0)), dim=-1)
     ahead = foresee(sampled(batch, rowwise), 4, VOCABULARY).whole().log_noise  # [B, 4, V]
     for level, here in enumerate(probs):
@@ -58,8 +58,8 @@ def test_the_numbers_that_multinomial_is_about_to_draw(batch, rowwise):
         assert torch.equal((here.log() - ahead[:, level]).argmax(-1), drawn)
 
 
-def test_rows_that_stand_apart_see_their_own_numbers():
-    """A row that has come further has used up those that the others wait for."""
+def test_rows_of_different_lengths_foresee_their_own_numbers():
+    """A row that has come further has used up numbers that the others still wait for."""
     together, apart = sampled(3), sampled(3, rowwise=True)
     ahead = foresee(together, 6, VOCABULARY).whole().log_noise  # [B, 6, V] from the fourth token on
     apart.dice.throw([1], [4], torch.ones(1, VOCABULARY))
@@ -70,7 +70,7 @@ def test_rows_that_stand_apart_see_their_own_numbers():
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([9, 2, 4])])
-def test_a_level_is_drawn_when_a_tree_comes_to_it_and_once(vocabulary):
+def test_the_numbers_of_a_level_are_drawn_once_and_only_when_needed(vocabulary):
     logits = torch.randn(2, 2, VOCABULARY if vocabulary is None else 3)
     text = sampled(2)
     foresight = foresee(text, 8, VOCABULARY)
@@ -84,14 +84,14 @@ def test_a_level_is_drawn_when_a_tree_comes_to_it_and_once(vocabulary):
     assert all(text.dice.numbers[length] is numbers[length] for length in numbers)
 
 
-def test_the_generator_is_left_alone():
+def test_foresight_leaves_the_random_generator_as_it_was():
     text = sampled(1)
     before = torch.get_rng_state()
     foresee(text, 2, VOCABULARY).whole()
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_was_foreseen_is_forgotten_where_something_else_draws():
+def test_foreseen_numbers_are_dropped_after_a_foreign_draw():
     text, probs = sampled(1), torch.full((1, VOCABULARY), 1 / VOCABULARY)
     foresee(text, 4, VOCABULARY).whole()
     torch.rand(1)
@@ -101,7 +101,7 @@ def test_what_was_foreseen_is_forgotten_where_something_else_draws():
     assert [torch.multinomial(probs, num_samples=1).item() for _ in range(3)] == picks
 
 
-def test_what_there_is_no_room_for_is_drawn_again(monkeypatch):
+def test_numbers_beyond_the_memory_limit_are_drawn_again(monkeypatch):
     monkeypatch.setattr(call_module, "MOST_BYTES", 4 * VOCABULARY)
     text = sampled(1)
     seen = foresee(text, 4, VOCABULARY).whole().log_noise
@@ -110,7 +110,7 @@ def test_what_there_is_no_room_for_is_drawn_again(monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
-def test_numbers_that_nobody_will_ask_for_are_forgotten(lengths):
+def test_no_more_numbers_are_kept_than_drafts_can_use(lengths):
     target, heads, agreeing = bigrams()
     common = {**ragged_batch(VOCABULARY, lengths), "max_new_tokens": NEW, "do_sample": True, "top_k": 0}
     throw, kept = call_module.Dice.throw, []
@@ -126,8 +126,8 @@ def test_numbers_that_nobody_will_ask_for_are_forgotten(lengths):
     assert max(states for _, states in kept) <= 2 * (heads.config.draft_depth + 1)
 
 
-def test_where_torch_draws_in_another_way(monkeypatch):
-    """Tokens are picked by `torch.multinomial` itself, at one place for all rows."""
+def test_tokens_equal_plain_where_torch_samples_in_another_way(monkeypatch):
+    """`torch.multinomial` itself picks the tokens, and all rows stay at one length."""
     assert call_module.picks_by_a_race(torch.device("cpu"))
     multinomial = torch.multinomial
     backwards = lambda probs, num_samples, **options: multinomial(probs.flip(-1), num_samples, **options)  # noqa: E731
@@ -147,12 +147,12 @@ def test_where_torch_draws_in_another_way(monkeypatch):
     assert out.speculation.accepted_tokens > 0
 
 
-def test_nothing_to_foresee():
+def test_greedy_calls_and_first_tokens_have_no_foresight():
     assert foresee(text_of(1, do_sample=False), 2, VOCABULARY) is None
     assert foresee(text_of(1, do_sample=True), 2, VOCABULARY) is None, "before the first token"
 
 
-def test_a_draft_vocabulary_sees_its_own_numbers():
+def test_foresight_uses_the_numbers_of_the_draft_vocabularys_ids():
     noise = torch.randn(1, 1, VOCABULARY)
     ids = torch.tensor([9, 2, 4])
     logits = torch.randn(1, 2, 3)
@@ -160,7 +160,7 @@ def test_a_draft_vocabulary_sees_its_own_numbers():
     torch.testing.assert_close(weighed, torch.log_softmax(logits / 0.5, -1) - noise[0, 0, ids])
 
 
-def test_what_the_draft_holds_for_impossible_stays_so():
+def test_a_lucky_number_does_not_revive_a_nearly_impossible_token():
     logits = torch.tensor([[[5.0, 4.0, -20.0]]])
     lucky = torch.tensor([[[0.0, 0.0, -99.0]]])
     assert Foresight(lucky, 1.0).weigh(0, logits, None)[0, 0, 2] == -torch.inf
@@ -183,7 +183,7 @@ def bigrams(seed=0):
 
 @pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
 @pytest.mark.parametrize("temperature", [0.7, 3.0])
-def test_heads_that_agree_with_the_target_are_always_right(temperature, lengths):
+def test_sampled_drafts_of_heads_that_agree_are_always_accepted(temperature, lengths):
     """As for greedy text: a chain is accepted whole. Two samples of one distribution would differ."""
     target, heads, agreeing = bigrams()
     inputs = ragged_batch(VOCABULARY, lengths)
@@ -206,7 +206,7 @@ def test_heads_that_agree_with_the_target_are_always_right(temperature, lengths)
 
 
 @pytest.mark.parametrize("fields", [{}, {"draft_tree": "levels"}, {"draft_vocab_size": 9}])
-def test_trees_in_graphs(fields, captures):  # noqa: F811
+def test_foresight_in_graphs_gives_the_same_text_and_drafts(fields, captures):  # noqa: F811
     """The same text and the same drafts."""
     target = build("llama", vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(target, **fields)
@@ -226,7 +226,7 @@ def test_trees_in_graphs(fields, captures):  # noqa: F811
     assert captures.replayed > 0
 
 
-def test_rows_at_one_token():
+def test_rows_in_lockstep_equal_plain_in_fewer_forwards():
     """A batch that goes in lockstep, because its scores are asked for."""
     target, heads, agreeing = bigrams()
     common = {**ragged_batch(VOCABULARY, (7, 7)), "max_new_tokens": 20, "do_sample": True, "output_scores": True}
@@ -243,8 +243,8 @@ def test_rows_at_one_token():
 # ---------------------------------------------------------------------- rows that wait for each other
 
 
-def test_what_was_not_walked_is_marked_as_far_as_the_row_got():
-    """Of a chain 1 2 3 the target says 2, then 5: known are 2 and 5 where the last token is 1, and nothing else."""
+def test_a_row_that_did_not_walk_drafts_what_the_target_has_said():
+    """Over the chain 1 2 3 the target says 2, then 5. A row whose last token is 1 knows both, any other neither."""
     logits = torch.zeros(2, 3, VOCABULARY)
     logits[:, 0, 2] = logits[:, 1, 5] = logits[:, 2, 7] = 9.0
     noise = torch.zeros(2, 4, VOCABULARY)
@@ -272,7 +272,7 @@ class UnsureDrafter(PlantingDrafter):
 
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", ["bloom", "lfm2", "qwen3_next"])
-def test_rows_that_wait_draft_what_they_know(name, sampled):
+def test_rows_that_wait_save_forwards_by_keeping_what_the_target_said(name, sampled):
     """Four rows that are right at different places: the same text, in fewer forwards."""
     target = build(name, vocab_size=VOCABULARY).float()
     heads = CloverHeads.from_target(target)

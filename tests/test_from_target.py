@@ -97,7 +97,7 @@ def test_borrowed_parts_give_the_targets_own_logits(name):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", TREE_TARGETS)
-def test_every_variant_for_every_target(name, variant):
+def test_every_variant_can_be_made_for_every_target_and_changes_nothing_in_it(name, variant):
     model = build(name, vocab_size=VOCABULARY)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     heads = CloverHeads.from_target(model, variant=variant)
@@ -122,7 +122,7 @@ def test_special_tokens_are_the_targets(ids, tmp_path):
     assert (older.bos_token_id, older.eos_token_id, older.pad_token_id) == (None, None, None)
 
 
-def test_any_field_is_a_keyword():
+def test_config_fields_are_keywords_of_from_target():
     heads = CloverHeads.from_target(make_llama(), num_heads=2, output_projector="residual", draft_tree="levels")
     assert (heads.config.num_heads, heads.config.draft_tree) == (2, "levels")
     assert len(heads.residual_blocks) == 2
@@ -132,7 +132,7 @@ def test_any_field_is_a_keyword():
         CloverHeads.from_target(make_llama(), variant="clover-9")
 
 
-def test_the_target_is_named(tmp_path):
+def test_the_config_names_the_target_and_its_revision(tmp_path):
     make_llama().save_pretrained(tmp_path / "target")
     target = LlamaForCausalLM.from_pretrained(tmp_path / "target")
     target.config._commit_hash = "abc"
@@ -141,7 +141,7 @@ def test_the_target_is_named(tmp_path):
     assert config.target_revision == "abc"
 
 
-def test_tied_embeddings(tmp_path):
+def test_heads_of_a_target_with_tied_embeddings_survive_saving(tmp_path):
     target = make_llama(tie_word_embeddings=True)
     assert target.lm_head.weight is target.model.embed_tokens.weight
     heads = CloverHeads.from_target(target)
@@ -153,7 +153,7 @@ def test_tied_embeddings(tmp_path):
     assert again.score(torch.eye(32)).equal(target.lm_head(torch.eye(32)))
 
 
-def test_models_with_pictures_are_targets_too():
+def test_heads_of_vision_language_targets_give_the_targets_logits():
     text = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=8)
     text |= dict(num_attention_heads=4, num_key_value_heads=2)
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -218,7 +218,7 @@ def check_the_copies(model: nn.Module, heads: CloverHeads, copied: tuple[str, ..
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_a_copied_half_computes_what_the_targets_does(name, log):
+def test_a_copied_half_of_a_layer_computes_what_the_targets_half_does(name, log):
     model = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model, "clover-2")
     check_the_copies(model, heads, COPIED[name])
@@ -231,7 +231,7 @@ def test_a_copied_half_computes_what_the_targets_does(name, log):
 
 
 @pytest.mark.parametrize("name", [name for name in TREE_TARGETS if name not in COPIED])
-def test_what_does_not_correspond_starts_fresh_and_is_named(name, log):
+def test_a_layer_that_does_not_correspond_starts_fresh_and_is_named(name, log):
     """Parallel blocks, MLA, sinks, other norms or rotary embeddings: a random start, and one line that says so."""
     model = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model, "clover-2", num_augmenting_layers=2)
@@ -267,7 +267,7 @@ def test_the_final_norm_is_copied(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "llama_bias", "llama_tied", "qwen2", "qwen3", "mistral", "smollm3"])
-def test_copies_are_exact(name, dtype):
+def test_copied_weights_equal_those_of_the_last_layer(name, dtype):
     model = build(name, vocab_size=VOCABULARY, dtype=dtype)
     heads = CloverHeads.from_target(model, "clover-2")
     assert heads.dtype == dtype
@@ -300,7 +300,7 @@ def test_fused_projections_are_split():
         assert torch.equal(ours.mlp.up_proj.weight, layer.mlp.gate_up_proj.weight[96:])
 
 
-def test_factors_of_the_target_are_in_the_copy():
+def test_factors_of_granite_are_multiplied_into_the_copied_weights():
     """Granite multiplies attention scores and residuals; the heads' layer has no such factors."""
     model = build("granite", vocab_size=VOCABULARY)
     layer = last_layer(model)
@@ -334,15 +334,15 @@ def test_rotary_embeddings_are_the_targets(rope):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_multi_query_and_grouped_query_attention(kv_heads):
+def test_multi_query_and_grouped_query_attention_are_copied(kv_heads):
     model = make_llama(num_key_value_heads=kv_heads, head_dim=6, hidden_size=64)
     heads = CloverHeads.from_target(model, "clover-2")
     assert (heads.config.num_key_value_heads, heads.config.head_dim) == (kv_heads, 6)
     check_the_copies(model, heads, ("attention", "MLP"))
 
 
-def test_layers_that_count_twice():
-    """As deep as the config says are only the lists inside such a layer."""
+def test_the_decoder_is_found_where_a_layer_counts_as_two():
+    """Only the lists inside such a layer are as long as the config's number of layers."""
     target = LongcatFlashForCausalLM(LongcatFlashConfig(**LONGCAT)).eval()
     decoder, layers, norm = find_decoder(target)
     assert (decoder, layers, norm) == (target.model, target.model.layers, target.model.norm)
@@ -352,12 +352,12 @@ def test_layers_that_count_twice():
 
 
 @pytest.mark.parametrize("eps", [1e-12, 1.0])
-def test_norms_of_any_epsilon(eps):
+def test_the_epsilon_of_the_norms_is_taken_from_the_target(eps):
     """1.0 is what targets in transformers' own tests have."""
     assert CloverHeads.from_target(make_llama(rms_norm_eps=eps)).config.rms_norm_eps == eps
 
 
-def test_norms_that_multiply_by_one_plus_their_weight():
+def test_norms_that_multiply_by_one_plus_their_weight_are_copied():
     config = GemmaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -374,7 +374,7 @@ def test_norms_that_multiply_by_one_plus_their_weight():
     check_that_the_final_norm_is_copied(model, heads)
 
 
-def test_the_scale_of_a_layer_norm_with_outliers_in_its_bias():
+def test_the_scale_of_a_layer_norm_is_copied_despite_outliers_in_its_bias():
     norm = stir(nn.LayerNorm(64))
     norm.bias.data[60] = 10.0
     ours = CloverRMSNorm(64, 1e-5)
@@ -392,7 +392,7 @@ def test_the_scale_of_a_layer_norm_with_outliers_in_its_bias():
         ("llama_bias", dict(mlp_bias=False), "MLP"),
     ],
 )
-def test_a_block_of_another_shape_starts_fresh(name, fields, fresh, log):
+def test_a_half_of_another_shape_starts_fresh_and_the_other_is_copied(name, fields, fresh, log):
     model = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model, "clover-2", **fields)
     said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
@@ -404,13 +404,13 @@ def test_a_block_of_another_shape_starts_fresh(name, fields, fresh, log):
 
 
 @pytest.mark.parametrize("fields", [dict(variant="medusa"), dict(augmenting_block="none")])
-def test_without_a_block_there_is_nothing_to_say(fields, log):
+def test_heads_without_a_block_log_nothing(fields, log):
     CloverHeads.from_target(build("gpt2", vocab_size=VOCABULARY), **{"variant": "clover-2", **fields})
     assert not log.records
 
 
 @pytest.mark.parametrize("half", ["attention", "mlp"])
-def test_half_a_block_is_copied_too(half, log):
+def test_a_block_of_one_half_is_copied(half, log):
     model = build("llama", vocab_size=VOCABULARY)
     layer = CloverHeads.from_target(model, "clover-2", augmenting_block=half).layers[0].state_dict()
     theirs = last_layer(model).state_dict()
@@ -428,7 +428,7 @@ def test_a_target_in_training_mode_is_read_without_dropout_and_left_as_it_was():
     assert torch.equal(heads.layers[0].self_attn.q_proj.weight, last_layer(model).self_attn.q_proj.weight)
 
 
-def test_a_target_that_cannot_be_tried_is_taken_as_read(monkeypatch):
+def test_a_target_whose_forward_fails_is_copied_unchecked(monkeypatch):
     model = make_llama()
 
     def fail(*_, **__):
@@ -487,7 +487,7 @@ def quantise(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("kind", [Quantised, Float8])
 @pytest.mark.parametrize("name", ["llama", "llama_bias", "phi3", "qwen3"])
-def test_a_quantised_target(name, kind, log):
+def test_a_quantised_targets_last_layer_is_copied_by_what_it_computes(name, kind, log):
     """Its last layer is copied by what it does; its input embedding serves as E, said once."""
     model = quantise(build(name, vocab_size=VOCABULARY), kind)
     heads = CloverHeads.from_target(model, "clover-2")
@@ -564,7 +564,7 @@ def test_an_encoder_decoder_is_refused():
 
 
 @pytest.mark.parametrize("wraps_lm_head", [False, True])
-def test_a_target_with_lora(wraps_lm_head):
+def test_an_adapter_of_the_target_is_in_logits_and_copied_layer(wraps_lm_head):
     """The adapter belongs to the target: it is in the logits and in the copied layer."""
     model = build("llama", vocab_size=VOCABULARY)
     base_logits = model.lm_head(torch.eye(64))
@@ -582,7 +582,7 @@ def test_a_target_with_lora(wraps_lm_head):
     assert heads.bind(wrapped) is heads.bind(model)
 
 
-def test_wrappers_are_taken_off():
+def test_heads_bind_to_the_model_inside_a_wrapper():
     model = make_llama()
     for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
         assert unwrap(wrapped) is model

@@ -124,7 +124,7 @@ SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", PROCESSING)
-def test_processors(model, heads, name, do_sample, shape):
+def test_tokens_equal_plain_with_every_processor(model, heads, name, do_sample, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     plain, ours = both(model, heads, inputs, do_sample=do_sample, pad_token_id=0, **PROCESSING[name])
     assert torch.equal(ours.sequences, plain.sequences)
@@ -133,7 +133,7 @@ def test_processors(model, heads, name, do_sample, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", SAMPLING)
-def test_warpers(model, heads, name, shape):
+def test_sampled_tokens_equal_plain_with_every_warper(model, heads, name, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     plain, ours = both(model, heads, inputs, do_sample=True, seed=3, **SAMPLING[name])
     assert torch.equal(ours.sequences, plain.sequences)
@@ -141,7 +141,7 @@ def test_warpers(model, heads, name, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_synthid_watermark_is_stateful(model, heads, shape):
+def test_tokens_equal_plain_with_the_stateful_synthid_watermark(model, heads, shape):
     from transformers import SynthIDTextWatermarkingConfig
 
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
@@ -153,7 +153,7 @@ def test_synthid_watermark_is_stateful(model, heads, shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a_stateful_processor_sees_exactly_what_it_would(model, heads, do_sample, shape):
+def test_a_stateful_processor_sees_the_same_calls_as_in_plain_generate(model, heads, do_sample, shape):
     inputs, recorders = ragged_batch(VOCABULARY, SHAPES[shape]), []
 
     def make():
@@ -170,7 +170,7 @@ def test_a_stateful_processor_sees_exactly_what_it_would(model, heads, do_sample
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("eos", [3, [3, 5, 11]])
-def test_end_of_sequence_pads_as_plain_generate(model, heads, eos, shape):
+def test_rows_that_end_are_padded_as_by_plain_generate(model, heads, eos, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     lengths = set()
     for seed in range(6):
@@ -182,7 +182,7 @@ def test_end_of_sequence_pads_as_plain_generate(model, heads, eos, shape):
 
 @pytest.mark.parametrize("new", [1, 2, 3, 7, 8])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_max_length_in_the_middle_of_a_walk(model, heads, new, shape):
+def test_max_length_cuts_a_walk_in_the_middle(model, heads, new, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     plain = model.generate(**inputs, max_new_tokens=NEW)
     width = inputs["input_ids"].shape[1]
@@ -192,7 +192,7 @@ def test_max_length_in_the_middle_of_a_walk(model, heads, new, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_stop_strings(model, heads, tokenizer, shape):
+def test_stop_strings_end_the_text_as_in_plain_generate(model, heads, tokenizer, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     stopped = 0
     for seed in range(5):
@@ -228,7 +228,7 @@ def test_a_users_criterion_is_asked_once_per_token(model, heads, shape):
     assert criteria[0].lengths == criteria[1].lengths
 
 
-def test_max_time_stops(model, heads):
+def test_max_time_zero_stops_after_one_token(model, heads):
     inputs = ragged_batch(VOCABULARY, (7,))
     out = model.generate(**inputs, max_new_tokens=240, max_time=0.0, assistant_model=heads)
     assert out.shape[1] == inputs["input_ids"].shape[1] + 1, (
@@ -250,7 +250,7 @@ def test_streamers_see_the_same_events(model, heads, do_sample, shape):
     assert len(streamers[0].seen) == NEW + 2
 
 
-def test_text_streamers(model, heads, tokenizer, capsys):
+def test_text_streamers_give_the_decoded_text(model, heads, tokenizer, capsys):
     inputs = ragged_batch(VOCABULARY, (7,))
     out = model.generate(
         **inputs, max_new_tokens=12, assistant_model=heads, streamer=TextStreamer(tokenizer, skip_prompt=True)
@@ -264,7 +264,7 @@ def test_text_streamers(model, heads, tokenizer, capsys):
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_scores_and_logits_one_entry_per_token(model, heads, do_sample, shape):
+def test_scores_and_logits_have_plain_generates_entry_for_every_token(model, heads, do_sample, shape):
     inputs = ragged_batch(VOCABULARY, SHAPES[shape])
     wanted = {"output_scores": True, "output_logits": True, "eos_token_id": 3, "pad_token_id": 0, "temperature": 0.7}
     plain, ours = both(model, heads, inputs, 5, do_sample=do_sample, **wanted)
@@ -279,7 +279,7 @@ def test_scores_and_logits_one_entry_per_token(model, heads, do_sample, shape):
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_has_no_meaning_per_token_is_refused(heads, name):
+def test_output_hidden_states_and_output_attentions_are_refused(heads, name):
     model = build("llama", "eager", vocab_size=VOCABULARY)
     with pytest.raises(ValueError, match=f"`{name}=True` is not supported"):
         model.generate(
@@ -287,7 +287,7 @@ def test_what_has_no_meaning_per_token_is_refused(heads, name):
         )
 
 
-def test_num_return_sequences(model, heads):
+def test_num_return_sequences_gives_plain_tokens(model, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9))
     plain, ours = both(model, heads, inputs, do_sample=True, num_return_sequences=3)
     assert ours.sequences.shape[0] == 6
@@ -296,7 +296,7 @@ def test_num_return_sequences(model, heads):
 
 
 @pytest.mark.parametrize("width", [1, 6])
-def test_inputs_embeds(model, heads, width):
+def test_inputs_embeds_give_plain_tokens(model, heads, width):
     ids = ragged_batch(VOCABULARY, (width,))["input_ids"]
     embeds = model.get_input_embeddings()(ids)
     for inputs in ({"inputs_embeds": embeds}, {"inputs_embeds": embeds, "input_ids": ids}):
@@ -306,7 +306,7 @@ def test_inputs_embeds(model, heads, width):
 
 
 @pytest.mark.parametrize("chunk", [2, 4, 64])
-def test_chunked_prefill(model, heads, chunk):
+def test_chunked_prefill_gives_plain_tokens(model, heads, chunk):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain, ours = both(model, heads, inputs, prefill_chunk_size=chunk)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -314,7 +314,7 @@ def test_chunked_prefill(model, heads, chunk):
 
 
 @pytest.mark.parametrize("implementation", ["static", "dynamic"])
-def test_cache_implementations(model, heads, implementation):
+def test_static_and_dynamic_cache_implementations_give_plain_tokens(model, heads, implementation):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain, ours = both(model, heads, inputs, cache_implementation=implementation)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -327,7 +327,7 @@ def test_cache_implementations(model, heads, implementation):
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_window", "gemma3"])
 @pytest.mark.parametrize("who", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_conversation_goes_on_from_either_cache(name, who, shape):
+def test_turns_with_and_without_heads_share_one_cache(name, who, shape):
     """Three turns, each spoken with heads or without, on one cache: as if plain generate had spoken all of them."""
     target = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(target)
@@ -367,7 +367,7 @@ def test_a_conversation_goes_on_from_either_cache(name, who, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_heads_remember_the_conversation(model, trained_heads, shape):
+def test_heads_draft_a_second_turn_as_if_the_conversation_were_one_prompt(model, trained_heads, shape):
     """In a second turn on one cache the same drafts are accepted as if the whole conversation were one prompt."""
     inputs, cache = ragged_batch(VOCABULARY, SHAPES[shape]), DynamicCache(config=model.config)
     common = {"max_new_tokens": 25, "assistant_model": trained_heads, "return_dict_in_generate": True}
@@ -381,7 +381,7 @@ def test_the_heads_remember_the_conversation(model, trained_heads, shape):
     assert on_cache.speculation.target_forwards == as_one.speculation.target_forwards
 
 
-def test_a_static_cache_of_the_users_is_gone_on_with(model, heads):
+def test_two_turns_on_the_users_static_cache_equal_plain(model, heads):
     inputs = ragged_batch(VOCABULARY, (7,))
 
     def talk(assistant):
@@ -398,7 +398,7 @@ def test_a_static_cache_of_the_users_is_gone_on_with(model, heads):
 # ---------------------------------------------------------------------- settings, doors, neighbours
 
 
-def test_speculation_says_what_was_done(model, heads):
+def test_the_record_of_a_call_counts_tokens_forwards_and_tree_sizes(model, heads):
     inputs = ragged_batch(VOCABULARY, (7,))
     _, ours = both(model, heads, inputs, num_assistant_tokens=9)
     said = ours.speculation
@@ -410,7 +410,7 @@ def test_speculation_says_what_was_done(model, heads):
     assert min(said.draft_seconds, said.verify_seconds, said.walk_seconds) > 0
 
 
-def test_where_the_tree_size_comes_from(model):
+def test_the_tree_size_comes_from_the_call_or_its_config_before_the_heads(model):
     heads = CloverHeads.from_target(model)
     inputs = ragged_batch(VOCABULARY, (7,))
 
@@ -428,7 +428,7 @@ def test_where_the_tree_size_comes_from(model):
 
 @pytest.mark.parametrize("tree", ["global", "levels", "chain"])
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2", "clover", "medusa"])
-def test_every_way_to_grow_a_tree(model, variant, tree):
+def test_tokens_equal_plain_for_every_variant_and_tree_shape(model, variant, tree):
     heads = CloverHeads.from_target(model, variant=variant, draft_tree=tree)
     for lengths in SHAPES.values():
         plain, ours = both(model, heads, ragged_batch(VOCABULARY, lengths), plant=False, num_assistant_tokens=12)
@@ -436,7 +436,7 @@ def test_every_way_to_grow_a_tree(model, variant, tree):
         assert ours.speculation.accepted_tokens > 0
 
 
-def test_trees_deeper_than_the_heads(model):
+def test_trees_deeper_than_the_heads_change_no_token(model):
     heads = CloverHeads.from_target(model, num_heads=2, draft_depth=6)
     plain, ours = both(model, heads, ragged_batch(VOCABULARY, (7,)), plant=False, num_assistant_tokens=40)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -454,7 +454,7 @@ def test_a_draft_vocabulary_changes_no_token(model):
         assert accepted > 0
 
 
-def test_custom_generate_is_a_second_door(model, heads):
+def test_custom_generate_drafts_without_the_hook(model, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     plain, _ = both(model, heads, inputs, max_new_tokens=60)
     hf_clover.uninstall_hook()
@@ -473,7 +473,7 @@ def test_custom_generate_is_a_second_door(model, heads):
     assert out.speculation.accepted_tokens > 0
 
 
-def test_other_ways_to_generate_are_as_before_the_import(model):
+def test_other_ways_to_generate_are_the_same_with_and_without_the_hook(model):
     inputs, assistant = ragged_batch(VOCABULARY, (7,)), build("llama", vocab_size=VOCABULARY, seed=1)
     calls = [
         {},
@@ -499,7 +499,7 @@ def _seeded(model, inputs, kwargs):
     return model.generate(**inputs, max_new_tokens=20, **kwargs)
 
 
-def test_heads_of_another_dtype_are_cast_to(model):
+def test_heads_of_another_dtype_give_plain_tokens(model):
     heads = CloverHeads.from_target(model).to(torch.bfloat16)
     plain, ours = both(model, heads, ragged_batch(VOCABULARY, (7,)), plant=False, num_assistant_tokens=30)
     assert torch.equal(ours.sequences, plain.sequences)
@@ -507,7 +507,7 @@ def test_heads_of_another_dtype_are_cast_to(model):
     assert ours.speculation.accepted_tokens > 0
 
 
-def test_a_cache_a_tree_cannot_be_kept_in(model, heads):
+def test_use_cache_false_gives_plain_tokens_with_a_warning(model, heads):
     inputs = ragged_batch(VOCABULARY, (7,))
     plain, _ = both(model, heads, inputs)
     with pytest.warns(CloverWarning, match="use_cache=False"):
@@ -541,7 +541,7 @@ def test_rows_that_have_ended_leave_the_batch(model, trained_heads, sampled, aut
     assert records[0].accepted_tokens > 0 or automatic
 
 
-def test_a_cache_to_be_handed_back_keeps_all_rows(model, heads):
+def test_a_returned_cache_keeps_rows_that_have_ended(model, heads):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     common = {**inputs, "max_new_tokens": 40, "do_sample": False, "eos_token_id": [5, 9], "pad_token_id": 0}
     out = model.generate(**common, assistant_model=heads, return_dict_in_generate=True)

@@ -61,7 +61,7 @@ def call(*words: object, stdin: str = "") -> str:
     return said.stdout
 
 
-def test_the_file_holds_the_target(folder, original):
+def test_a_gguf_file_loads_as_target_and_tokenizer(folder, original):
     target, tokenizer = load_target(folder, NAME), load_tokenizer(folder, NAME)
     assert target.config.eos_token_id == tokenizer.eos_token_id == original.config.eos_token_id
     assert not target.is_quantized
@@ -72,14 +72,14 @@ def test_the_file_holds_the_target(folder, original):
     assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-def test_heads_trained_on_it_know_it(folder):
+def test_heads_trained_on_a_gguf_target_name_its_folder(folder):
     heads = CloverHeads.from_pretrained(folder / "heads")
     assert heads.config.target_name_or_path == str(folder)
     assert "quantization_config" not in json.loads((folder / "heads" / "config.json").read_text())
     assert (folder / "heads" / "README.md").exists()
 
 
-def test_in_every_command(folder):
+def test_every_command_takes_a_gguf_target(folder):
     """`train` made the heads; `serve` is below."""
     target = load_target(folder, NAME)
     tokenizer = load_tokenizer(folder, NAME)
@@ -99,7 +99,7 @@ def test_in_every_command(folder):
     assert "4 of 4 prompts answered" in call("regenerate", folder / "prompts.jsonl", folder / "answers", *words)
 
 
-def test_serve_takes_it(folder, monkeypatch):
+def test_serve_takes_a_gguf_target(folder, monkeypatch):
     served = []
     monkeypatch.setattr("hf_clover.apps.serving.serve", lambda *arguments, **options: served.extend(arguments))
     call("serve", "--target", folder, "--gguf-file", NAME, "--heads", folder / "heads")
@@ -108,8 +108,8 @@ def test_serve_takes_it(folder, monkeypatch):
     assert served[2].config.target_name_or_path == str(folder)
 
 
-def test_its_heads_fit_the_target_it_was_made_from(folder, original, log):
-    """With the one warning for a fine-tune, and they draft."""
+def test_heads_of_a_gguf_target_fit_the_original_with_one_warning(folder, original, log):
+    """There is one warning, the one for a fine-tune, and the heads draft."""
     heads = CloverHeads.from_pretrained(folder / "heads")
     original = copy.deepcopy(original)
     original.lm_head.weight.data[:, 0] *= -1  # 16 of the fingerprint's 128 signs at most
@@ -124,8 +124,8 @@ def test_its_heads_fit_the_target_it_was_made_from(folder, original, log):
     assert "this target's lm_head differs a little from it (a fine-tune?)" in said[0]
 
 
-def test_loaded_as_transformers_does_it(folder, tmp_path):
-    """The config then says that the target is quantised: everything takes it, and the tokenizer is found."""
+def test_a_gguf_target_loaded_by_transformers_trains_and_generates(folder, tmp_path):
+    """Its config says that it is quantised. Training and `generate` take it, and the tokenizer is found."""
     target = AutoModelForCausalLM.from_pretrained(folder, gguf_file=NAME)
     assert target.is_quantized
     dataset = load_dataset(str(folder / "data"), split="train")
@@ -147,7 +147,7 @@ def test_loaded_as_transformers_does_it(folder, tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_target, load_tokenizer])
-def test_what_cannot_be_read(folder, tmp_path, load, original):
+def test_a_gguf_file_that_cannot_be_read_is_refused_with_the_reason(folder, tmp_path, load, original):
     content = (folder / NAME).read_bytes()
     (tmp_path / "text.gguf").write_text("This is no GGUF.")
     (tmp_path / "cut.gguf").write_bytes(content[:600])
@@ -165,7 +165,7 @@ def test_what_cannot_be_read(folder, tmp_path, load, original):
 
 
 @pytest.mark.parametrize("missing", [["gguf"], ["accelerate"], ["gguf", "accelerate"]], ids=" and ".join)
-def test_without_the_extra(missing, folder, monkeypatch, capsys):
+def test_packages_that_gguf_files_need_are_named_where_they_are_missing(missing, folder, monkeypatch, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in missing else find(name, *a))
     monkeypatch.setattr(sys, "argv", ["hf-clover", "generate", "a", "--target", str(folder), "--gguf-file", NAME])
@@ -176,7 +176,7 @@ def test_without_the_extra(missing, folder, monkeypatch, capsys):
     assert re.match(rf"hf-clover: `gguf_file='{NAME}'` needs {' and '.join(missing)}: `pip install 'hf-clo", said)
 
 
-def test_a_file_without_a_target_and_beside_an_endpoint(folder):
+def test_gguf_file_is_refused_without_a_target_and_with_an_endpoint(folder):
     with pytest.raises(ValueError, match=rf"`--gguf-file {NAME}` needs its repository or folder: pass `--target` too"):
         call("generate", "a", "--gguf-file", NAME)
     with pytest.raises(ValueError, match="`--gguf-file` and `--endpoint` exclude each other"):

@@ -27,7 +27,7 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_it_is_the_machines():
+def test_the_environment_has_the_versions_of_a_gpu_machine():
     names = ("torch", "transformers", "accelerate", "peft", "matplotlib", "rich", "typer", "trl", "datasets")
     code = f"import importlib.util as u, json; print(json.dumps([u.find_spec(n) is not None for n in {names}]))"
     assert json.loads(run("-c", code)) == [True] * 7 + [False] * 2
@@ -37,7 +37,7 @@ def test_it_is_the_machines():
     assert versions.split() == ["2.11.0", "5.17.0"]
 
 
-def test_every_stage_of_gpu_py(tmp_path):
+def test_every_stage_of_the_gpu_script_passes(tmp_path):
     run("examples/experiments/gpu.py", "--toy", "--output", str(tmp_path))
     result = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert result["left_out"] == result["failed"] == {}
@@ -46,7 +46,7 @@ def test_every_stage_of_gpu_py(tmp_path):
     assert len(result["training"]) == 2
 
 
-def test_the_script_of_smollm2(tmp_path):
+def test_the_smollm2_script_measures_identical_tokens(tmp_path):
     stand_in = ROOT / "examples" / "stand_in" / "target"
     prompts = [{"prompt": [{"role": "user", "content": text}]} for text in ("def add(a, b):", "import os", "class A:")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))

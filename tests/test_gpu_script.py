@@ -33,7 +33,7 @@ def run(gpu: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
     return result
 
 
-def test_every_stage(gpu, tmp_path):
+def test_every_stage_runs_and_leaves_its_figures(gpu, tmp_path):
     result = run(gpu, tmp_path)
     assert (result["kind"], result["name"], result["settings"]["toy"]) == ("experiment", "gpu", True)
     assert all(result[field] for field in ("question", "command", "machine", "versions", "date"))
@@ -108,7 +108,7 @@ def test_every_stage(gpu, tmp_path):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_time_nothing_is_begun(gpu, tmp_path):
+def test_no_stage_begins_without_time(gpu, tmp_path):
     result = run(gpu, tmp_path, "--minutes", "0")
     assert list(result["left_out"]) == [stage[0] for stage in gpu.Bench(gpu._parse(["--toy"])).stages()]
     assert set(result["left_out"].values()) >= {"0 seconds were left, and it needs at least 10"}
@@ -147,7 +147,7 @@ def test_a_stage_that_fails_does_not_end_the_run(gpu, tmp_path, monkeypatch):
     assert list(failed) == ["exact dynamic", "exact static"]
 
 
-def test_other_tokens_are_an_error(gpu, tmp_path, monkeypatch):
+def test_other_tokens_than_plain_generates_are_an_error(gpu, tmp_path, monkeypatch):
     wrong = {"method": "clover", "passed": False}
     monkeypatch.setattr(gpu.Bench, "exact", lambda self, cache: self.lists["checks"].append(wrong))
     with pytest.raises(SystemExit, match=r"other tokens .*clover"):
@@ -155,13 +155,13 @@ def test_other_tokens_are_an_error(gpu, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_the_toy_is_named(gpu, capsys):
+def test_the_error_without_a_gpu_names_the_toy_option(gpu, capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "`--toy` runs the same stages on the CPU" in capsys.readouterr().err
 
 
-def test_a_part_within_a_part_counts_once(gpu, monkeypatch):
+def test_time_of_a_part_within_another_counts_once(gpu, monkeypatch):
     """draft takes 5 in all, of which extend, called by it, takes 2; then extend alone takes 1."""
     step_parts = importlib.import_module("step_parts")
     clock, time_is = step_parts.Clock(torch.device("cpu")), [0.0]

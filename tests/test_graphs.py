@@ -75,8 +75,8 @@ def all_three(target, heads, inputs, **options):
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(n, marks=DECODING) for n in TREES if n != "llama")])
-def test_logits_and_states_of_every_family(name, captures):  # noqa: F811
-    """Replayed with other trees, other lengths and other rows than it was captured with."""
+def test_logits_and_states_of_replayed_graphs_equal_eager_ones(name, captures):  # noqa: F811
+    """A graph is replayed with other trees, other lengths and other rows than it was captured with."""
     target, inputs = build(name, vocab_size=24), ragged_batch(24, (5, 9))
     with running(target, inputs, disable_compile=True) as eager, running(target, inputs) as graphed:
         for seed in range(6):
@@ -90,7 +90,7 @@ def test_logits_and_states_of_every_family(name, captures):  # noqa: F811
     assert (captures.made, captures.replayed) == (1, 5)
 
 
-def test_sizes_share_graphs(captures):  # noqa: F811
+def test_tree_sizes_share_a_few_graphs(captures):  # noqa: F811
     target, inputs = build("llama", vocab_size=24), ragged_batch(24, (5, 9, 3))
     with running(target, inputs, disable_compile=True) as eager, running(target, inputs) as graphed:
         for seed, size in enumerate((8, 1, 3, 5, 1, 16, 12, 2, 1, 64, 40, 70)):  # 70 runs eagerly
@@ -102,8 +102,8 @@ def test_sizes_share_graphs(captures):  # noqa: F811
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_the_tokens_and_drafts_of_an_eager_call(target, inputs, do_sample, captures):  # noqa: F811
-    """The next call has the graphs already."""
+def test_tokens_and_drafts_in_graphs_equal_those_of_an_eager_call(target, inputs, do_sample, captures):  # noqa: F811
+    """Later calls have the graphs already."""
     heads = fit(CloverHeads.from_target(target), target)
     common = {**inputs, "max_new_tokens": NEW, "do_sample": do_sample}
     plain, _ = told(target, **common)
@@ -120,7 +120,7 @@ def test_the_tokens_and_drafts_of_an_eager_call(target, inputs, do_sample, captu
     assert made[2] == made[1]
 
 
-def test_eagle_heads(target, inputs, captures):  # noqa: F811
+def test_eagle3_heads_in_graphs_draft_as_they_do_eagerly(target, inputs, captures):  # noqa: F811
     heads, common = Eagle3Heads.from_target(target), {**inputs, "max_new_tokens": NEW}
     torch.manual_seed(3)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_eagle_heads(target, inputs, captures):  # noqa: F811
     assert memory_of(heads).idle_cache.graphs.made, "of drafts"
 
 
-def test_a_text_that_grows_over_every_edge(target, inputs, captures, monkeypatch):  # noqa: F811
+def test_a_text_that_outgrows_its_graphs_keeps_tokens_and_drafts(target, inputs, captures, monkeypatch):  # noqa: F811
     monkeypatch.setattr(static, "LEAST_COLUMNS", 16)
     monkeypatch.setattr(static, "ROOM", 8)
     heads = CloverHeads.from_target(target)
@@ -147,7 +147,7 @@ def test_a_text_that_grows_over_every_edge(target, inputs, captures, monkeypatch
     assert captures.made >= 4, "of 64, 128 and 256 columns, and of drafts"
 
 
-def test_rows_leave(target, captures):  # noqa: F811
+def test_tokens_and_drafts_in_graphs_stay_the_same_as_rows_leave(target, captures):  # noqa: F811
     """Four rows, then two, then one; the last ones stand in the first places."""
     heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (5, 9, 3, 4))
     plain = target.generate(**inputs, max_new_tokens=60)
@@ -172,8 +172,8 @@ def test_rows_leave(target, captures):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_a_conversation(target, inputs, kind, captures):  # noqa: F811
-    """Turns in graphs and turns without, on one cache of the user's, which plain generate goes on with."""
+def test_turns_in_graphs_and_eager_turns_share_one_cache(target, inputs, kind, captures):  # noqa: F811
+    """Turns in graphs and turns without, on one cache of the user's. Plain generate goes on with it."""
     heads, found = fit(CloverHeads.from_target(target), target), []
     for are_eager in ((True,) * 3, (False,) * 3, (False, True, False)):
         cache, ids, mask = DynamicCache(config=target.config), inputs["input_ids"], inputs["attention_mask"]
@@ -196,7 +196,7 @@ def test_a_conversation(target, inputs, kind, captures):  # noqa: F811
     assert found[0] == found[1] == found[2]
 
 
-def test_a_draft_of_a_conversation_knows_all_turns(target, captures):  # noqa: F811
+def test_drafts_of_a_second_turn_in_graphs_equal_eager_ones(target, captures):  # noqa: F811
     heads = fit(CloverHeads.from_target(target), target)
     found = []
     for is_eager in (True, False):
@@ -212,7 +212,7 @@ def test_a_draft_of_a_conversation_knows_all_turns(target, captures):  # noqa: F
     assert captures.replayed > 0
 
 
-def test_two_threads_with_one_target(target, captures):  # noqa: F811
+def test_two_threads_with_one_target_get_plain_tokens(target, captures):  # noqa: F811
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     heads = [CloverHeads.from_target(target) for _ in range(2)]
     prompts = [inputs, {k: v.flip(0) for k, v in inputs.items()}]
@@ -234,8 +234,8 @@ def test_two_threads_with_one_target(target, captures):  # noqa: F811
     assert all(torch.equal(a, b) for a, b in zip(got, truth, strict=True))
 
 
-def test_calls_with_and_without_inference_mode(target, captures):  # noqa: F811
-    """What one leaves to the next can be written to in either."""
+def test_calls_inside_and_outside_inference_mode_share_graphs(target, captures):  # noqa: F811
+    """What a call leaves to the next can be written to in both modes."""
     heads, inputs = fit(CloverHeads.from_target(target), target), ragged_batch(VOCABULARY, (5, 9))
     plain = target.generate(**inputs, max_new_tokens=NEW)
     for is_inference in (True, False, True, False):
@@ -246,7 +246,7 @@ def test_calls_with_and_without_inference_mode(target, captures):  # noqa: F811
     assert captures.replayed > captures.made
 
 
-def test_adapters_that_are_switched_between_calls(captures):  # noqa: F811
+def test_switching_adapters_between_calls_gives_plain_tokens(captures):  # noqa: F811
     from peft import LoraConfig, get_peft_model
 
     target = build("llama", vocab_size=VOCABULARY)
@@ -268,7 +268,7 @@ def test_adapters_that_are_switched_between_calls(captures):  # noqa: F811
     assert captures.replayed > 0
 
 
-def test_weights_at_another_place(target, captures):  # noqa: F811
+def test_weights_that_move_in_memory_are_captured_anew(target, captures):  # noqa: F811
     heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,))
     all_three(target, heads, inputs)
     made = captures.made
@@ -282,7 +282,7 @@ def test_weights_at_another_place(target, captures):  # noqa: F811
 # ---------------------------------------------------------------------- where nothing is captured
 
 
-def test_disable_compile(target, inputs, captures):  # noqa: F811
+def test_disable_compile_captures_no_graph(target, inputs, captures):  # noqa: F811
     heads = CloverHeads.from_target(target)
     told(target, **inputs, max_new_tokens=NEW, assistant_model=heads, disable_compile=True)
     assert captures.made == 0
@@ -299,7 +299,7 @@ def test_disable_compile(target, inputs, captures):  # noqa: F811
         ("compiled", "its forward is compiled"),
     ],
 )
-def test_what_no_graph_may_hold(target, why, match, captures, caplog, monkeypatch):  # noqa: F811
+def test_targets_that_no_graph_may_hold_run_eagerly(target, why, match, captures, caplog, monkeypatch):  # noqa: F811
     heads, inputs, calls = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,)), []
     if why == "training mode":
         target.train()
@@ -324,7 +324,7 @@ def test_what_no_graph_may_hold(target, why, match, captures, caplog, monkeypatc
         assert len(calls) > NEW, "of every forward"
 
 
-def test_experts_that_run_one_by_one(captures, caplog, monkeypatch):  # noqa: F811
+def test_experts_that_run_one_by_one_keep_the_target_eager(captures, caplog, monkeypatch):  # noqa: F811
     target, inputs = build("mixtral", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (7,))
     heads = CloverHeads.from_target(target)
     monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
@@ -342,7 +342,7 @@ def test_experts_that_run_one_by_one(captures, caplog, monkeypatch):  # noqa: F8
 
 
 @pytest.mark.parametrize("how", ["reads the host", "copies from the host", "calls the host"])
-def test_where_a_capture_fails_everything_stays_eager(target, how, captures, monkeypatch, caplog):  # noqa: F811
+def test_drafts_run_eagerly_after_their_capture_has_failed(target, how, captures, monkeypatch, caplog):  # noqa: F811
     heads, inputs = fit(CloverHeads.from_target(target), target), ragged_batch(VOCABULARY, (7,))
     grow = in_graphs.grow
 
@@ -371,9 +371,9 @@ def test_where_a_capture_fails_everything_stays_eager(target, how, captures, mon
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_target_whose_replays_are_wrong(target, fails, captures, caplog, monkeypatch):  # noqa: F811
-    """A number that was written down: the trial sees it, since it replays with other tokens at other places. Or its
-    forward cannot run over such a cache."""
+def test_a_target_whose_replays_are_wrong_runs_eagerly(target, fails, captures, caplog, monkeypatch):  # noqa: F811
+    """A graph may hold a number that has to change: the trial notices, as it replays with other tokens at other
+    places. Or the target's forward cannot run over such a cache."""
     inputs = ragged_batch(VOCABULARY, (7,))
     heads, rotary = CloverHeads.from_target(target), target.model.rotary_emb
     forward = type(rotary).forward
@@ -397,8 +397,8 @@ def test_a_target_whose_replays_are_wrong(target, fails, captures, caplog, monke
     assert sum(bool(re.search(reason, record.message)) for record in caplog.records) == 1
 
 
-def test_a_graph_makes_room_for_another(monkeypatch, captures):  # noqa: F811
-    """The one that was used least lately."""
+def test_the_least_recently_used_graph_makes_room_for_a_new_one(monkeypatch, captures):  # noqa: F811
+    """Beyond the limit, the graph that was not used for longest goes."""
     monkeypatch.setattr(graphs, "MOST", 2)
     several = graphs.Graphs(torch.device("cpu"), "Sums")
     value = torch.arange(3)
@@ -518,7 +518,7 @@ def assert_same_tree(mine, its):
 
 @pytest.mark.parametrize("kind", [k if k in SHORT else pytest.param(k, marks=DECODING) for k in KINDS])
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_trees_of_the_slow_twin(target, kind, padded, captures, monkeypatch):  # noqa: F811
+def test_drafts_in_graphs_equal_those_of_the_eager_drafter(target, kind, padded, captures, monkeypatch):  # noqa: F811
     """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
     monkeypatch.setattr(drafter_module, "MOST_WAITING", 12)
     variant, fields = KINDS[kind]
@@ -578,8 +578,8 @@ def test_another_shape_of_trees_is_captured_anew(target, captures):  # noqa: F81
 
 
 @pytest.mark.automatic
-def test_the_automatic_budget_asks_for_few_sizes(target, captures):  # noqa: F811
-    """And learns the costs of graphs apart from those of eager steps, and none while one is captured."""
+def test_the_automatic_budget_asks_graphs_for_few_sizes(target, captures):  # noqa: F811
+    """It learns costs of graphs apart from costs of eager steps, and none while a graph is captured."""
     heads = fit(CloverHeads.from_target(target, draft_depth=3), target)
     common = {"input_ids": torch.tensor([[1, 4, 2, 5, 3]]), "max_new_tokens": 90, "pad_token_id": 0}
     plain = target.generate(**common)

@@ -62,7 +62,7 @@ def inputs(batch: int = 2, length: int = LENGTH) -> tuple[torch.Tensor, torch.Te
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shapes_and_valid_positions(variant):
+def test_outputs_have_their_shapes_and_zeros_at_invalid_positions(variant):
     heads = make_heads(variant=variant)
     hidden, ids = inputs()
     out = heads(hidden, ids)
@@ -81,7 +81,7 @@ def test_shapes_and_valid_positions(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("length", [1, 2])
-def test_a_text_shorter_than_the_chain_of_heads(variant, length):
+def test_heads_beyond_the_end_of_a_short_text_give_zeros(variant, length):
     heads = make_heads(variant=variant)
     out = heads(*inputs(length=length)).head_outputs
     assert out.shape == (heads.config.num_heads, 2, length, SIZE)
@@ -143,7 +143,7 @@ def test_padding_on_the_left_changes_nothing(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_may_lay_its_results_out_as_cuda_does(variant, monkeypatch):
+def test_outputs_do_not_depend_on_the_memory_layout_of_attention(variant, monkeypatch):
     """CUDA's kernels hand a batch back position by position and not head by head."""
     heads = make_heads(variant=variant)
     mask = torch.tensor([[0] * 3 + [1] * (LENGTH - 3), [1] * LENGTH])
@@ -161,14 +161,14 @@ def test_attention_may_lay_its_results_out_as_cuda_does(variant, monkeypatch):
     assert bool(calls) == (variant != "medusa")
 
 
-def test_the_two_inputs_must_fit():
+def test_states_and_tokens_of_different_lengths_are_refused():
     heads = make_heads()
     hidden, ids = inputs()
     with pytest.raises(ValueError, match=r"`input_ids` \(2, 8\) must have one token per position of `hidden_states`"):
         heads(hidden, ids[:, 1:])
 
 
-def test_unbound_heads_say_what_to_do():
+def test_unbound_heads_are_an_error_that_names_bind():
     heads = CloverHeads(CloverConfig(vocab_size=VOCABULARY, hidden_size=SIZE, num_attention_heads=4))
     with pytest.raises(RuntimeError, match=r"call `heads.bind\(target\)` first"):
         heads(*inputs())
@@ -231,7 +231,7 @@ def test_step_by_step_equals_one_pass(fields, prefix):
             torch.testing.assert_close(chain, whole.head_outputs[:, :, t], atol=1e-5, rtol=1e-5)
 
 
-def test_staged_rejected_entries_leave_no_trace():
+def test_rejected_entries_of_a_staged_forward_leave_no_trace():
     """Several positions at once, of which a row keeps some: what is dropped is as if it had never been there."""
     heads = make_heads()
     hidden, ids = inputs(batch=1, length=LENGTH)
@@ -431,7 +431,7 @@ def assert_same_heads(loaded: CloverHeads, heads: CloverHeads, target: nn.Module
 
 @pytest.mark.parametrize("load", [CloverHeads.from_pretrained, AutoModel.from_pretrained], ids=["class", "auto"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_save_and_load(load, variant, tmp_path):
+def test_heads_are_the_same_after_saving_and_loading(load, variant, tmp_path):
     target = make_target()
     heads = make_heads(target, variant=variant, draft_vocab_size=10)
     heads.draft_ids.copy_(torch.arange(20, 0, -2))
@@ -464,7 +464,7 @@ def test_a_checkpoint_holds_head_weights_only(tmp_path):
 
 
 @pytest.mark.parametrize("load", [CloverHeads.from_pretrained, AutoModel.from_pretrained], ids=["class", "auto"])
-def test_load_with_dtype_and_device_map(load, tmp_path):
+def test_heads_load_with_dtype_and_device_map(load, tmp_path):
     target = make_target()
     heads = make_heads(target)
     heads.save_pretrained(tmp_path)
@@ -477,7 +477,7 @@ def test_load_with_dtype_and_device_map(load, tmp_path):
     assert load(tmp_path / "half", dtype=torch.float32, device_map={"": "cpu"}).dtype == torch.float32
 
 
-def test_generation_config_round_trip(tmp_path):
+def test_the_generation_config_survives_saving_and_loading(tmp_path):
     heads = make_heads()
     assert heads.generation_config.num_assistant_tokens is None
     heads.save_pretrained(tmp_path / "default")
@@ -545,7 +545,7 @@ print("all of it")
 
 
 @pytest.mark.long("hf_clover/network", "hf_clover/hub", "hf_clover/__init__.py")
-def test_remote_code_in_a_process_without_the_package(tmp_path):
+def test_remote_code_works_in_a_process_without_the_package(tmp_path):
     target = make_target()
     heads = make_heads(target)
     heads.generation_config.num_assistant_tokens = 7
@@ -572,7 +572,7 @@ def test_remote_code_in_a_process_without_the_package(tmp_path):
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_leave_the_target_behind(clone):
+def test_copied_and_pickled_heads_hold_nothing_of_the_target(clone):
     target = make_target()
     heads = make_heads(target)
     other = clone(heads)
@@ -588,7 +588,7 @@ def test_copies_leave_the_target_behind(clone):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("make", [make_target, make_gpt2])
-def test_to_dtype(make, variant):
+def test_heads_in_another_dtype_differ_by_rounding_only(make, variant):
     """Heads in another dtype than the target work, and differ from it by rounding only."""
     target = make()
     heads = make_heads(target, variant=variant)
@@ -603,7 +603,7 @@ def test_to_dtype(make, variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_half_precision_target(variant):
+def test_heads_of_a_half_precision_target_have_its_dtype(variant):
     target = make_target().to(torch.bfloat16)
     heads = CloverHeads.from_target(target, variant=variant)
     assert heads.dtype == torch.bfloat16
@@ -613,9 +613,9 @@ def test_half_precision_target(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_compiled_forward(variant):
-    """One graph without breaks, in value and gradient what eager gives; in float64, where sums in another order on
-    another processor differ less than a mistake."""
+def test_the_compiled_forward_equals_eager_in_values_and_gradients(variant):
+    """One graph without breaks. It is in float64, in which another order of sums, as on another processor, changes
+    less than a mistake does."""
     heads = make_heads(variant=variant).double()
     hidden, ids = inputs()
     hidden = hidden.double()
@@ -633,7 +633,7 @@ def test_compiled_forward(variant):
         torch.testing.assert_close(actual[name], gradient)
 
 
-def test_compiled_heads_are_heads():
+def test_unwrap_finds_the_heads_inside_compiled_ones():
     heads = make_heads()
     assert unwrap(torch.compile(heads, backend="eager")) is heads
 
@@ -642,7 +642,7 @@ def test_compiled_heads_are_heads():
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_draft_vocabulary(variant):
+def test_a_draft_vocabulary_scores_only_its_ids(variant):
     target = make_target()
     heads = make_heads(target, variant=variant, draft_vocab_size=5)
     hidden, ids = inputs()
@@ -659,7 +659,7 @@ def test_draft_vocabulary(variant):
     torch.testing.assert_close(heads.score(x), full[..., chosen])
 
 
-def test_draft_vocabulary_with_a_bias_a_scale_and_a_soft_cap():
+def test_a_draft_vocabulary_keeps_bias_scale_and_soft_cap_of_the_lm_head():
     target = make_target()
     target.lm_head = stir(nn.Linear(SIZE, VOCABULARY, bias=True))
     heads = make_heads(target, draft_vocab_size=4)
@@ -669,7 +669,7 @@ def test_draft_vocabulary_with_a_bias_a_scale_and_a_soft_cap():
     torch.testing.assert_close(heads.score(x), expected[:, :4])
 
 
-def test_normalised_embeddings():
+def test_embeddings_are_normalised_or_scaled_as_configured():
     target = make_target()
     ids = torch.arange(VOCABULARY)
     rows = make_heads(target, variant="clover-2").embed(ids)

@@ -59,7 +59,7 @@ def drafted(target, plain, width, *args, **options):
 
 
 @DOORS
-def test_both_doors_stream(model, heads, way):
+def test_assistant_model_and_custom_generate_both_stream(model, heads, way):
     inputs, (theirs, ours) = ragged_batch(VOCABULARY, (7,)), (Events(), Events())
     plain = model.generate(**inputs, max_new_tokens=NEW, streamer=theirs)
     out = drafted(model, plain, 7, **inputs, max_new_tokens=NEW, streamer=ours, **door(way, heads))
@@ -70,7 +70,7 @@ def test_both_doors_stream(model, heads, way):
 
 
 @DOORS
-def test_both_doors_take_the_size_of_trees(model, heads, way):
+def test_assistant_model_and_custom_generate_both_take_the_tree_size(model, heads, way):
     """From the call, from its generation config, and else from the heads."""
     inputs, config = ragged_batch(VOCABULARY, (7,)), GenerationConfig(max_new_tokens=NEW, num_assistant_tokens=5)
     plain = model.generate(**inputs, max_new_tokens=NEW)
@@ -92,7 +92,7 @@ def test_both_doors_take_the_size_of_trees(model, heads, way):
         heads.generation_config.num_assistant_tokens = None
 
 
-def test_arguments_without_names(model, heads):
+def test_positional_arguments_of_generate_are_understood(model, heads):
     inputs, config, streamer = ragged_batch(VOCABULARY, (7,)), GenerationConfig(max_new_tokens=NEW), Events()
     plain = model.generate(**inputs, max_new_tokens=NEW)
     out = drafted(
@@ -117,8 +117,8 @@ STOPPED = {
 
 @DOORS
 @pytest.mark.parametrize("setting", STOPPED)
-def test_stop_strings(words, way, setting, monkeypatch, caplog):
-    """transformers drops the tokenizer where the loop is another's."""
+def test_stop_strings_from_any_setting_end_the_text_as_in_plain_generate(words, way, setting, monkeypatch, caplog):
+    """transformers hands no tokenizer to a custom loop."""
     target, tokenizer, heads = words
     change, options = STOPPED[setting]
     monkeypatch.setattr(target, "generation_config", GenerationConfig.from_dict(target.generation_config.to_dict()))
@@ -137,7 +137,7 @@ def test_stop_strings(words, way, setting, monkeypatch, caplog):
     assert options.get("generation_config", GenerationConfig()).to_dict() == before
 
 
-def test_without_a_tokenizer_transformers_asks_for_it(words):
+def test_stop_strings_without_a_tokenizer_are_an_error(words):
     target, tokenizer, heads = words
     inputs = tokenizer(tiny_text.PROMPT, return_tensors="pt")
     with pytest.raises(ValueError, match="you must pass the model's tokenizer"):
@@ -145,7 +145,7 @@ def test_without_a_tokenizer_transformers_asks_for_it(words):
 
 
 @DOORS
-def test_a_prompt_is_healed(words, way):
+def test_token_healing_gives_plain_tokens(words, way):
     target, tokenizer, heads = words
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.bos_token = tokenizer.eos_token  # which healing needs
@@ -166,8 +166,8 @@ def test_text_is_streamed_as_plain_generate_streams_it(words, capsys):
     assert said == [said[0]] * 3
 
 
-def test_a_target_with_a_generate_of_its_own(model, heads):
-    """Which calls the mixin's, as some speech models and wrappers of others' do."""
+def test_a_target_that_overrides_generate_gives_plain_tokens(model, heads):
+    """Its `generate` calls the mixin's, as some speech models and others' wrappers do."""
     seen = []
 
     class Own(type(model)):
@@ -184,8 +184,8 @@ def test_a_target_with_a_generate_of_its_own(model, heads):
 
 
 @pytest.mark.parametrize("output", [CsmGenerateOutput, MoshiConditionalGenerationGenerateOutput])
-def test_a_generate_that_returns_a_class_of_its_own(model, heads, output):
-    """Made from the items that ours returns: the record is none of them, and `speculations` has it."""
+def test_a_target_may_return_an_output_class_of_its_own(model, heads, output):
+    """That class is made from the items that ours returns. The record is none of them; `speculations` has it."""
 
     class Own(type(model)):
         def generate(self, *args, **kwargs):
@@ -205,8 +205,8 @@ def test_a_generate_that_returns_a_class_of_its_own(model, heads, output):
 
 
 @pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
-def test_speech_as_csm_generates_it():
-    """Each place of its text is as many numbers as there are codebooks, which is for plain `generate`."""
+def test_speech_of_csm_is_generated_plainly():
+    """Each place of such a text is as many numbers as there are codebooks. That is left to plain `generate`."""
     small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_codebooks=4)
     small |= dict(num_key_value_heads=2, head_dim=16, vocab_size=8)
     codec = dict(model_type="mimi", hidden_size=32, num_hidden_layers=1, num_filters=4, upsample_groups=8)
@@ -223,13 +223,13 @@ def test_speech_as_csm_generates_it():
     assert [(record.method, record.new_tokens) for record in records] == [("plain", 12)]
 
 
-def test_continuous_batching_refuses_assistants_itself(model, heads):
+def test_transformers_refuses_an_assistant_with_continuous_batching(model, heads):
     with pytest.raises(NotImplementedError, match="assistant_model is not supported for continuous batching"):
         model.generate(torch.tensor([[1, 2, 3]]), assistant_model=heads, cache_implementation="paged")
 
 
-def test_a_loop_of_the_users_is_theirs(model, heads):
-    """With `custom_generate` of somebody else, the call is none of ours, whatever the assistant."""
+def test_a_users_custom_generate_runs_without_the_assistant(model, heads):
+    """With somebody else's `custom_generate`, the call is not ours, whatever the assistant is."""
     seen = []
 
     def theirs(model, input_ids, **kwargs):
@@ -241,14 +241,14 @@ def test_a_loop_of_the_users_is_theirs(model, heads):
     assert "assistant_model" not in seen[0]
 
 
-def test_the_signature_is_transformers_own():
+def test_the_hook_keeps_the_signature_of_generate():
     assert {"inputs", "assistant_model", "custom_generate", "streamer"} <= {
         *inspect.signature(GenerationMixin.generate).parameters
     }
 
 
 @DOORS
-def test_no_deprecated_name_is_used(model, heads, way, caplog):
+def test_a_call_with_heads_causes_no_deprecation_warning(model, heads, way, caplog):
     """Nobody sees a warning that our call caused."""
     logging.enable_propagation()
     inputs = ragged_batch(VOCABULARY, (7, 3))

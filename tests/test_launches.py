@@ -17,7 +17,7 @@ def launches(monkeypatch):
     return importlib.import_module("launches")
 
 
-def test_what_is_counted(launches, monkeypatch):
+def test_operators_and_waits_of_a_forward_are_counted(launches, monkeypatch):
     monkeypatch.setattr(launches, "COUNTED", range(1))
     module = torch.nn.Linear(2, 2)
     with launches.counting(module) as seen:
@@ -52,7 +52,7 @@ def test_an_eager_step_launches_little_beside_the_draft_and_waits_once(launches,
         ("dynamic", 1, 24, Eagle3Heads),
     ],
 )
-def test_a_step_is_two_graphs_and_little_else(launches, batch_size, cache, nodes, kind, monkeypatch):
+def test_a_step_in_graphs_launches_two_graphs_and_little_else(launches, batch_size, cache, nodes, kind, monkeypatch):
     """With the automatic budget too, which chooses the size of a tree before it is drafted."""
     if nodes is None:
         monkeypatch.setattr(launches, "COUNTED", range(60, 64))  # when it has tried the sizes there are

@@ -57,7 +57,7 @@ def run(learning: ModuleType, folder: Path, out: Path, *more: str) -> dict[str, 
     return json.loads((out / "learning.json").read_text(encoding="utf-8"))
 
 
-def test_it_learns_measures_and_goes_on(learning, folder, tmp_path, monkeypatch):
+def test_the_experiment_trains_measures_and_goes_on_where_it_was(learning, folder, tmp_path, monkeypatch):
     trained = []
     train = learning.Classroom.train
     monkeypatch.setattr(
@@ -138,8 +138,8 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
 
 @pytest.mark.usefixtures("muon_in_float32")
 @pytest.mark.parametrize("name", ["clover-x", "eagle-3", "dspark"])
-def test_states_on_disk_or_the_target_in_the_loop(name, learning, folder):
-    """The second is what a GPU does: the same heads."""
+def test_stored_states_train_the_same_heads_as_the_target_in_the_loop(name, learning, folder):
+    """The heads become the same; a GPU does the second."""
     args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
     course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
     course.prepare()
@@ -157,7 +157,7 @@ def test_states_on_disk_or_the_target_in_the_loop(name, learning, folder):
         )
 
 
-def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path, monkeypatch):
+def test_a_run_on_the_users_data_goes_on_after_a_failure(learning, drafters, folder, tmp_path, monkeypatch):
     """One pass of the target for drafters that read one layer and four; a run that broke off goes on."""
     answers = [{"text": f"answer {i} of many, some longer " * 3} for i in range(60)]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
@@ -223,7 +223,7 @@ def test_answers_and_questions_of_ones_own(learning, drafters, folder, tmp_path,
     assert heads.draft_ids.tolist() != list(range(40))  # the data's most frequent, and not the first
 
 
-def test_prompts_and_completions_of_ones_own(learning, folder, tmp_path):
+def test_the_users_prompts_and_completions_are_data_to_learn_from(learning, folder, tmp_path):
     rows = [{"prompt": f"def f{i}(x):\n", "completion": "    return x + 1\n" * 3} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--data", str(tmp_path / "own.jsonl")])
@@ -235,13 +235,13 @@ def test_prompts_and_completions_of_ones_own(learning, folder, tmp_path):
     assert learning.settings_of(args)["data"] == "own.jsonl"
 
 
-def test_data_without_a_column_to_learn_from(learning, folder, tmp_path):
+def test_data_without_a_column_to_learn_from_is_refused(learning, folder, tmp_path):
     (tmp_path / "odd.jsonl").write_text('{"story": "once"}\n')
     with pytest.raises(ValueError, match=r"`--data` has the columns .*story.*it needs `input_ids`"):
         run(learning, folder, tmp_path, "--data", str(tmp_path / "odd.jsonl"))
 
 
-def test_what_answers_are_worth_by_hand(drafters):
+def test_figures_of_answers_equal_those_counted_by_hand(drafters):
     target = make_target()
     target.generation_config.eos_token_id = None
     heads = CloverHeads.from_target(target, variant="clover-2").eval()
@@ -272,7 +272,7 @@ def test_what_answers_are_worth_by_hand(drafters):
     assert max(at_once.accepted) <= 1
 
 
-def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
+def test_the_optimizer_with_the_longest_chain_is_chosen_for_a_drafter(learning, folder, tmp_path, monkeypatch):
     args = learning.parse(["--rates", "1e-3", "1e-2", "--muon-rates", "0.02", "--targets", str(folder / "tiny")])
     ledger = learning.Ledger(tmp_path / "learning.json")
     course = learning.Course(args, args.targets[0], ledger)
@@ -300,7 +300,7 @@ def test_what_serves_a_drafter_best(learning, folder, tmp_path, monkeypatch):
     assert [row["chain"] for row in ledger.find("tuning", drafter="eagle-1")] == [0, 0.7, 0.8]
 
 
-def test_texts_that_are_shorter_than_a_sample(learning, folder):
+def test_training_speed_is_measured_on_texts_shorter_than_a_sample(learning, folder):
     args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
     course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
     course.prepare()
@@ -308,12 +308,12 @@ def test_texts_that_are_shorter_than_a_sample(learning, folder):
     assert course.classroom.seconds_per_token() > 0
 
 
-def test_nothing_to_measure(learning, folder, tmp_path):
+def test_measuring_without_trained_heads_is_refused(learning, folder, tmp_path):
     with pytest.raises(ValueError, match=r"`--measure`: there are no heads .* without it first"):
         run(learning, folder, tmp_path, "--measure", "--budgets", "17")
 
 
-def test_the_cheap_runs_come_first(learning):
+def test_runs_with_few_tokens_come_first(learning):
     args = learning.parse(["--targets", "a", "b", "--seeds", "0", "1", "--drafters", "medusa"])
     order = [(target, tokens, seed) for target, _, tokens, seed in learning.plan(args)]
     small = [(target, tokens, seed) for target in "ab" for seed in (0, 1) for tokens in (10_000, 100_000)]
@@ -342,7 +342,7 @@ class Knowing:
 TEXT = torch.arange(2 * 23).view(2, 23) % 40
 
 
-def test_chain_by_depth_by_hand(drafters):
+def test_accepted_chains_by_depth_equal_those_counted_by_hand(drafters):
     target = make_target()
     heads = CloverHeads.from_target(target, variant="medusa")
     with drafting_by(heads, Knowing):
@@ -351,7 +351,7 @@ def test_chain_by_depth_by_hand(drafters):
         assert drafters.chain_by_depth(heads, target, TEXT, 6, 5, every=2) == pytest.approx([0.5, 0.5, 0, 0, 0])
 
 
-def test_greedy_texts_and_their_forwards(drafters):
+def test_greedy_texts_are_the_same_with_heads_in_fewer_forwards(drafters):
     target = make_target()
     heads = CloverHeads.from_target(target, variant="clover-2").eval()
     prompts = [[7, 8], [9, 10, 11]]

@@ -73,7 +73,7 @@ def test_characters_come_whole_and_together_are_the_text(tokenizer):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_bytes_that_are_no_characters_come_as_the_whole_decodes(tokenizer, seed):
+def test_invalid_bytes_are_shown_as_the_tokenizer_decodes_them(tokenizer, seed):
     ids = torch.randint(len(tokenizer), (200,), generator=torch.Generator().manual_seed(seed)).tolist()
     live = TokenText(tokenizer)
     assert "".join([*map(live.push, ids), live.flush()]) == tokenizer.decode(ids, skip_special_tokens=True)
@@ -87,7 +87,7 @@ def test_a_text_that_ends_within_a_character_is_flushed(tokenizer):
     assert live.flush() == ""
 
 
-def test_decoding_does_not_grow_with_the_text(tokenizer, monkeypatch):
+def test_no_more_than_12_tokens_are_decoded_at_a_time(tokenizer, monkeypatch):
     decoded, decode = [], type(tokenizer).decode
     monkeypatch.setattr(
         type(tokenizer), "decode", lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids)
@@ -111,7 +111,7 @@ def test_a_word_after_the_prompt_keeps_its_space():
 # ---------------------------------------------------------------------- which tokens came free
 
 
-def test_the_record_is_what_generate_says_of_itself(target, heads, inputs):
+def test_the_step_record_agrees_with_the_record_of_generate(target, heads, inputs):
     record = StepRecord()
     out = record.generate(target, inputs, heads, max_new_tokens=NEW)
     said = record.figures()
@@ -123,7 +123,7 @@ def test_the_record_is_what_generate_says_of_itself(target, heads, inputs):
     assert not target._forward_pre_hooks
 
 
-def test_the_free_tokens_are_green_and_the_others_are_not(target, heads, tokenizer, inputs):
+def test_accepted_drafts_are_green_and_other_tokens_are_not(target, heads, tokenizer, inputs):
     console = terminal()
     live = LiveStreamer(tokenizer, console)
     live.generate(target, inputs, heads, max_new_tokens=NEW)
@@ -140,14 +140,14 @@ def test_the_free_tokens_are_green_and_the_others_are_not(target, heads, tokeniz
     assert written(console).startswith(f"\x1b[2m{PROMPT}\x1b[0m")
 
 
-def test_plain_generate_has_nothing_in_colour(target, tokenizer, inputs):
+def test_plain_generate_shows_nothing_in_green(target, tokenizer, inputs):
     console = terminal()
     out = generate_live(target, tokenizer, inputs, console=console, max_new_tokens=20)
     assert not GREEN.search(written(console))
     assert ANY_COLOUR.sub("", written(console)) == tokenizer.decode(out.sequences[0]) + "\n"
 
 
-def test_prompt_lookup_is_coloured_too(target, tokenizer):
+def test_tokens_accepted_from_prompt_lookup_are_green(target, tokenizer):
     """Any way to generate: the record hears of forwards, not of heads."""
     inputs = tokenizer("opzopzopzop", return_tensors="pt")
     live = LiveStreamer(tokenizer, terminal())
@@ -161,7 +161,7 @@ def test_prompt_lookup_is_coloured_too(target, tokenizer):
     "options",
     [{"force_terminal": False, "color_system": "auto"}, {"_environ": {"NO_COLOR": "1"}}, {"color_system": None}],
 )
-def test_without_colour_it_is_plain_text(target, heads, tokenizer, inputs, options):
+def test_output_without_colour_is_the_plain_text(target, heads, tokenizer, inputs, options):
     console = terminal(**options)
     out = generate_live(target, tokenizer, inputs, heads, console, max_new_tokens=NEW)
     assert out.speculation.accepted_tokens > 0
@@ -189,7 +189,7 @@ def test_text_appears_while_it_is_generated(target, heads, tokenizer, inputs):
     assert len(set(seen)) > 10
 
 
-def test_the_model_does_not_command_the_terminal(tokenizer):
+def test_escape_codes_in_a_text_do_not_reach_the_terminal(tokenizer):
     for console, expected in ((terminal(), "␛[2J"), (terminal(force_terminal=False), "\x1b[2J")):
         LiveStreamer(tokenizer, console)._write("\x1b[2J\ta\x0cb\r", None)
         assert written(console) == expected + "\ta\x0cb\r", "nothing else is touched"
@@ -209,8 +209,8 @@ def screen(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
-def test_a_line_ends_between_words(tokenizer, size):
-    """Whatever the pieces are that a text comes in."""
+def test_streamed_lines_break_between_words(tokenizer, size):
+    """In whatever pieces a text comes."""
     text = "a bicycle stays upright\n    when it    goes fast enough, whichever way it has been made  ab"
     live = LiveStreamer(tokenizer, terminal(width=16))
     for begin in range(0, len(text), size):
@@ -222,7 +222,7 @@ def test_a_line_ends_between_words(tokenizer, size):
     assert all(len(line) < 16 for line in lines if not line.endswith(" "))
 
 
-def test_what_is_longer_than_a_line_is_left_to_the_terminal(tokenizer):
+def test_a_word_longer_than_a_line_is_left_to_the_terminal(tokenizer):
     live = LiveStreamer(tokenizer, terminal(width=10, color_system=None))
     for piece in ("an ", "abcde", "fghijklmnop", " end"):
         live._write(piece, None)
@@ -232,7 +232,7 @@ def test_what_is_longer_than_a_line_is_left_to_the_terminal(tokenizer):
     assert screen(written(live.console)) == ["漢字漢字", "漢字"], "a line may end after any of them"
 
 
-def test_a_line_that_is_there_as_a_whole_ends_between_words_too():
+def test_a_printed_line_breaks_between_words_on_a_terminal_only():
     said = "2.00 tokens per forward, :smile: [bold] " + "about 1.1 times plain generate " * 3
     written = {}
     for is_terminal in (True, False):
@@ -262,7 +262,7 @@ class _Broken(io.StringIO):
 
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()])
 @pytest.mark.parametrize("with_heads", [True, False])
-def test_an_exception_reaches_the_caller_and_leaves_nothing(target, heads, tokenizer, inputs, error, with_heads):
+def test_an_exception_reaches_the_caller_and_leaves_no_hook(target, heads, tokenizer, inputs, error, with_heads):
     console = Console(file=_Broken(error, after=8))
     with pytest.raises(type(error)):
         generate_live(target, tokenizer, inputs, heads if with_heads else None, console, max_new_tokens=NEW)

@@ -67,7 +67,7 @@ def states(dtype, rows=3, heads=2, groups=2, nodes=5, seed=0, kinds=(FULL,)):
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("nodes", [1, 5, 8])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_parts_are_attention_by_the_mask(dtype, heads, groups, nodes, scale):
+def test_attention_in_two_parts_equals_attention_by_the_mask(dtype, heads, groups, nodes, scale):
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for rows, seed in ((1, 0), (1, 1), (3, 2), (3, 3)):
         query, key, value, mask, starts = states(dtype, rows, heads, groups, nodes, seed)
@@ -80,7 +80,7 @@ def test_parts_are_attention_by_the_mask(dtype, heads, groups, nodes, scale):
         torch.testing.assert_close(attend(packed, key, value, scale), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_layers_that_attend_by_their_masks(attended):
+def test_layers_with_windows_or_changed_masks_attend_by_their_masks(attended):
     """Those with windows, those that do more with their scores, and those whose mask was changed."""
     query, key, value, masks, _ = states(torch.float32, kinds=(FULL, SLIDING))
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -105,15 +105,15 @@ def test_layers_that_attend_by_their_masks(attended):
     assert not attend(masks[FULL], key, value.clone())[1]
 
 
-def test_gaps():
+def test_padding_inside_or_behind_a_text_is_a_gap():
     assert not has_gaps(torch.tensor([[True, True], [False, True]]))
     assert has_gaps(torch.tensor([[True, True, True], [True, False, True]]))
     assert has_gaps(torch.tensor([[True, False]]))
     assert has_gaps(torch.tensor([[False, False]])), "no text at all"
 
 
-def test_what_is_asked_of_the_kernels():
-    """By torch's own description of them, which needs no device: what they take, and of what shape they give it."""
+def test_the_kernels_get_inputs_of_the_shapes_they_take():
+    """Torch's own description of the kernels needs no device. It says what they take, and what shapes they give."""
     drawn = {"device": "meta", "dtype": torch.bfloat16}
     query, key, value = (torch.empty(2, 4, count, 64, **drawn) for count in (40, 96, 96))
     bias, columns = torch.empty(2, 1, 40, 10, **drawn), torch.empty(2, 10, device="meta", dtype=torch.long)
@@ -149,7 +149,7 @@ def test_what_is_asked_of_the_kernels():
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 3), ("qwen3", 3), ("gemma3", 2), ("mistral", 0)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)], ids=["64", "32"])
-def test_logits_of_a_target(name, layers, dtype, tolerance, short, attended, captures):  # noqa: F811
+def test_logits_in_two_parts_equal_those_by_the_mask(name, layers, dtype, tolerance, short, attended, captures):  # noqa: F811
     """Rows of unequal lengths and with padding, over every edge of the columns that a graph sees, in trees of several
     sizes; three rows begin and two go on."""
     target, inputs = build(name, vocab_size=VOCABULARY, dtype=dtype), ragged_batch(VOCABULARY, (5, 19, 8))
@@ -172,7 +172,7 @@ def test_logits_of_a_target(name, layers, dtype, tolerance, short, attended, cap
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_the_tokens_of_plain_generate(name, short, attended, captures):  # noqa: F811
+def test_tokens_of_long_texts_equal_plain(name, short, attended, captures):  # noqa: F811
     target = build(name, vocab_size=VOCABULARY)
     heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (5, 9, 3))
     plain = target.generate(**inputs, max_new_tokens=90)
@@ -185,8 +185,8 @@ def test_the_tokens_of_plain_generate(name, short, attended, captures):  # noqa:
     assert captures.replayed > 0
 
 
-def test_padding_among_the_text(short, attended, captures):  # noqa: F811
-    """Is kept out by masks, in graphs of their own: those of other calls stay right."""
+def test_a_text_with_padding_inside_attends_by_masks(short, attended, captures):  # noqa: F811
+    """Masks keep the padding out, in graphs of their own; graphs of other calls stay right."""
     target, ids = build("llama", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (40,))["input_ids"]
     heads, used = CloverHeads.from_target(target), []
     for gap in (0, 3, 0):
@@ -226,7 +226,7 @@ def broken(*inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 32])
-def test_the_trial_knows_what_is_right(dtype, rows):
+def test_the_trial_accepts_right_kernels(dtype, rows):
     assert why_wrong(TWINS, CPU, dtype, rows, 64) is None
 
 
@@ -240,12 +240,12 @@ def test_the_trial_knows_what_is_right(dtype, rows):
         (broken, TWINS[1], "RuntimeError: FlashAttention only supports Ampere"),
     ],
 )
-def test_the_trial_knows_what_is_wrong(over_text, among_nodes, match):
+def test_the_trial_names_what_is_wrong_with_kernels(over_text, among_nodes, match):
     assert match in why_wrong((over_text, among_nodes), CPU, torch.bfloat16, 8, 32)
 
 
 @pytest.mark.parametrize(("over_text", "is_right"), [(TWINS[0], True), (broken, False)])
-def test_where_a_trial_fails_masks_are_used(over_text, is_right, monkeypatch, caplog):
+def test_masks_are_used_and_the_reason_is_logged_where_the_trial_fails(over_text, is_right, monkeypatch, caplog):
     """As on CUDA, where a device has kernels of its own."""
     monkeypatch.setitem(long_texts.KERNELS, "cpu", (over_text, TWINS[1]))
     monkeypatch.setattr(long_texts, "has_attention_by_name", lambda query: query.dtype == torch.bfloat16)

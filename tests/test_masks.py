@@ -15,7 +15,7 @@ from hf_clover.decoding.tree import root_only
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 20), st.integers(0, 9), st.integers(0, 99))
-def test_the_short_ways_to_a_mask(batch, size, length, seed):
+def test_ancestors_and_plain_masks_equal_those_made_the_slow_way(batch, size, length, seed):
     tree = random_tree(batch, size, seed)
     ancestors = ancestors_of(tree.parents, max(size - 1, 1).bit_length())
     for row in range(batch):
@@ -28,8 +28,8 @@ def test_the_short_ways_to_a_mask(batch, size, length, seed):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_root_alone_needs_no_mask(name):
-    """Nor does anything else of a plain step wait for one, until a window begins to slide."""
+def test_a_plain_step_needs_no_mask_until_a_window_slides(name):
+    """A plain step is a tree of its root alone."""
     target, inputs, seen = target_of(name), ragged_batch(24, (2,)), []
     with running(target, inputs) as run, torch.no_grad():
         for _ in range(4):
@@ -46,7 +46,7 @@ def test_a_root_alone_needs_no_mask(name):
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("is_static", [False, True])
-def test_a_long_prompt_costs_no_mask_and_no_logits(name, chunk, is_static):
+def test_a_long_prompt_needs_no_mask_and_logits_of_one_token_only(name, chunk, is_static):
     target, inputs, seen = target_of(name), ragged_batch(24, (60,)), []
     target.config.sliding_window = 100
     if chunk is not None:

@@ -17,7 +17,7 @@ from mutations import MUTATIONS, Mutation
 LEVELS = next(mutation for mutation in MUTATIONS if "budget by levels" in mutation.name)
 
 
-def test_fourteen_lines_of_five_files_each_once(tmp_path):
+def test_the_list_breaks_fourteen_lines_of_five_files_once_each(tmp_path):
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) == 14
     files = Counter(mutation.file for mutation in MUTATIONS)
     assert set(files) == {
@@ -37,7 +37,7 @@ def test_fourteen_lines_of_five_files_each_once(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["no such line", "if layer.is_initialized:", ""])
-def test_a_line_that_is_not_there_once_is_a_mistake_in_the_list(line, tmp_path):
+def test_a_line_that_does_not_stand_exactly_once_is_refused(line, tmp_path):
     absent = dataclasses.replace(MUTATIONS[-1], line=line)
     with pytest.raises(ValueError, match=r"stands \d+ times in decoding/cache/by_row.py: mend mutations.py"):
         mutations.broken_copy(absent, tmp_path)
@@ -62,7 +62,7 @@ sys.exit(mutations.main([]))
 
 
 @pytest.mark.long("tests/mutations.py")
-def test_a_survivor_is_noticed():
+def test_a_survivor_is_noticed_and_the_script_fails():
     script = CASES.format(tests=str(Path(__file__).parent), number=MUTATIONS.index(LEVELS))
     # Without what measures coverage: a broken copy is no part of the package.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST_"))}
@@ -77,6 +77,6 @@ def test_a_survivor_is_noticed():
     assert process.stdout.splitlines()[-1] == "1 of 4 broken lines were noticed"
 
 
-def test_an_unknown_name_is_not_a_success():
+def test_an_unknown_name_makes_the_script_fail():
     assert mutations.main(["no such mutation"]) == 1
     assert isinstance(MUTATIONS[0], Mutation)

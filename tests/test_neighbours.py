@@ -37,7 +37,7 @@ def speculated(model, heads, inputs, truth):
     return out.sequences
 
 
-def test_a_lora_wrapped_target(model, inputs):
+def test_tokens_equal_plain_for_a_lora_wrapped_target(model, inputs):
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
@@ -49,14 +49,14 @@ def test_a_lora_wrapped_target(model, inputs):
     assert not torch.equal(plain, unadapted), "the adapter must matter"
 
 
-def test_a_compiled_target(model, inputs):
+def test_tokens_equal_plain_for_a_compiled_target(model, inputs):
     heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(speculated(compiled, heads, inputs, plain), plain)
 
 
-def test_a_target_that_checkpoints_gradients(model, inputs):
-    """In training mode transformers drops its cache there; what plain generate says then, we say."""
+def test_a_target_that_checkpoints_gradients_falls_back_in_training_mode(model, inputs):
+    """In training mode transformers keeps no cache for such a target; the tokens are plain generate's all the same."""
     heads, text = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     model.gradient_checkpointing_enable()
     model.train()
@@ -67,8 +67,8 @@ def test_a_target_that_checkpoints_gradients(model, inputs):
     assert torch.equal(speculated(model, heads, inputs, text), text)
 
 
-def test_a_target_with_dropout(inputs):
-    """What is found out in training mode is not held against it afterwards."""
+def test_a_target_with_dropout_falls_back_in_training_mode_only(inputs):
+    """A trial that fails in training mode does not count afterwards."""
     target = build("gpt2", vocab_size=VOCABULARY)
     for module in target.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -82,8 +82,8 @@ def test_a_target_with_dropout(inputs):
 
 
 @pytest.mark.parametrize("ids", [{}, {"pad_token_id": None}, {"eos_token_id": [1, 2]}], ids=str)
-def test_a_pipeline(tmp_path, ids):
-    """It takes heads for a model with another tokenizer where their special tokens are not the target's."""
+def test_a_pipeline_with_heads_gives_plain_text(tmp_path, ids):
+    """A pipeline takes heads for a model with another tokenizer where their special tokens are not the target's."""
     target, tokenizer = tiny_text.make_target(), tiny_text.make_tokenizer()
     target.config.update(ids)
     prompt, settings = tiny_text.PROMPT, {"max_new_tokens": NEW, "do_sample": False}
@@ -99,7 +99,7 @@ def test_a_pipeline(tmp_path, ids):
     assert all(stats.accepted_tokens > 0 for stats in seen)
 
 
-def test_heads_loaded_as_remote_code_are_another_class(model, inputs, tmp_path, monkeypatch):
+def test_heads_loaded_as_remote_code_give_plain_tokens(model, inputs, tmp_path, monkeypatch):
     CloverHeads.from_target(model).save_pretrained(tmp_path)
     plain = model.generate(**inputs, max_new_tokens=NEW)
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -111,7 +111,7 @@ def test_heads_loaded_as_remote_code_are_another_class(model, inputs, tmp_path, 
     assert type(AutoModel.from_pretrained(tmp_path)) is CloverHeads, "with the package imported its own class is used"
 
 
-def test_threads_share_a_target(model):
+def test_threads_that_share_a_target_get_plain_tokens(model):
     heads = [CloverHeads.from_target(model), CloverHeads.from_target(model, variant="medusa")]
     prompts = [ragged_batch(VOCABULARY, (4 + k % 3, 7), seed=k) for k in range(6)]
     plain = [model.generate(**prompt, max_new_tokens=NEW) for prompt in prompts]
@@ -151,7 +151,7 @@ def _company(rank: int, store: str, results: dict) -> None:
     dist.destroy_process_group()
 
 
-def test_synced_gpus_keeps_other_processes_company(model, inputs, tmp_path):
+def test_synced_gpus_runs_as_many_forwards_in_every_process(model, inputs, tmp_path):
     plain = model.generate(**inputs, max_new_tokens=24)
     context = torch.multiprocessing.get_context("spawn")
     with context.Manager() as manager:
@@ -164,7 +164,7 @@ def test_synced_gpus_keeps_other_processes_company(model, inputs, tmp_path):
     assert short_forwards == long_forwards, "every process must run as many forwards as any other"
 
 
-def test_another_library_may_wrap_after_us(model, inputs):
+def test_a_later_wrapper_of_another_library_keeps_working(model, inputs):
     """Its wrapper stays when ours is taken away, and ours passes everything through until it is installed again."""
     heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     ours, calls = GenerationMixin.generate, []

@@ -132,8 +132,8 @@ def in_trees(target) -> Iterator[set[int]]:
     ids=["suppressed", "bad words", "sampled"],
 )
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
-def test_what_is_suppressed_is_never_in_a_drafted_tree(fitted, options, lengths):
-    """Nor among what the target is given with one."""
+def test_suppressed_tokens_are_never_in_a_drafted_tree(fitted, options, lengths):
+    """Nor is the target given one of them with a tree."""
     target, heads = fitted
     with in_trees(target) as seen:
         plain, out = both(target, heads, lengths, **options)
@@ -143,7 +143,7 @@ def test_what_is_suppressed_is_never_in_a_drafted_tree(fitted, options, lengths)
     assert not seen & {3, 5, 9, 10}
 
 
-def test_a_bias_moves_drafts(fitted):
+def test_drafts_that_obey_a_bias_are_accepted_more_often(fitted):
     target, heads = fitted
     options = {"sequence_bias": [[[2], -9.0], [[11], -9.0], [[17], 9.0], [[8, 17], -9.0]], "no_repeat_ngram_size": 3}
     plain, out = both(target, heads, **options)
@@ -160,7 +160,7 @@ def test_a_bias_moves_drafts(fitted):
 
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_what_a_grammar_forces_costs_no_guess(fitted, lengths, do_sample):
+def test_tokens_that_a_grammar_forces_are_drafted_and_accepted(fitted, lengths, do_sample):
     target, heads = fitted
     plain, out = both(target, heads, lengths, prefix_allowed_tokens_fn=grammar, do_sample=do_sample)
     assert torch.equal(out.sequences, plain)
@@ -169,7 +169,7 @@ def test_what_a_grammar_forces_costs_no_guess(fitted, lengths, do_sample):
     assert out.speculation.accepted_tokens >= forced / len(lengths)
 
 
-def test_what_a_grammar_forces_and_another_forbids_is_not_drafted(fitted):
+def test_a_forced_token_that_another_processor_forbids_is_not_drafted(fitted):
     target, heads = fitted
     with in_trees(target) as seen:
         plain, out = both(target, heads, prefix_allowed_tokens_fn=grammar, suppress_tokens=[12])
@@ -178,7 +178,7 @@ def test_what_a_grammar_forces_and_another_forbids_is_not_drafted(fitted):
     assert 12 not in seen
 
 
-def test_a_grammar_with_matchers_is_forked(fitted):
+def test_matchers_are_forked_for_drafts_and_asked_once_per_token(fitted):
     target, heads = fitted
     made: list[Matching] = []
 
@@ -208,7 +208,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_xgrammar(fitted, lengths, do_sample, capfd):
+def test_json_by_xgrammar_equals_plain_and_drafts_are_accepted(fitted, lengths, do_sample, capfd):
     xgrammar = pytest.importorskip("xgrammar")
     processor = pytest.importorskip("xgrammar.contrib.hf").LogitsProcessor
     assert len(PIECES) == VOCABULARY
@@ -253,8 +253,8 @@ def test_a_processor_with_a_state_is_not_asked_for_drafts(fitted):
 
 
 @pytest.mark.filterwarnings("error::hf_clover.decoding.route.CloverWarning")
-def test_a_draft_vocabulary_without_what_is_allowed(fitted):
-    """Nothing is drafted there, and nobody takes that for NaN, which would end all drafting."""
+def test_drafting_goes_on_after_places_where_no_draft_id_is_allowed(fitted):
+    """Nothing is drafted at such a place. That is not taken for NaN, which would end all drafting."""
     target, _ = fitted
     torch.manual_seed(0)
     heads = CloverHeads.from_target(target, draft_vocab_size=8, draft_copies=0).eval()  # ids 0 to 7
@@ -268,8 +268,8 @@ def test_a_draft_vocabulary_without_what_is_allowed(fitted):
     assert out.speculation.accepted_tokens == 2 * NEW // 3 - 1, "both behind each that is in no draft vocabulary"
 
 
-def test_a_text_that_is_forced_is_drafted_by_its_tokens():
-    """Those that a matcher names, where several could begin the text."""
+def test_forced_text_is_drafted_with_the_tokens_that_a_matcher_names():
+    """Several tokens could begin the text: those that the matcher names are taken."""
 
     class Jumps(Matcher):
         def fork(self) -> "Jumps":
@@ -287,7 +287,7 @@ def test_a_text_that_is_forced_is_drafted_by_its_tokens():
     assert obeys.forced(torch.tensor([1, 3, 7])) == [5, 4, 9], "behind the one token that 7 leaves"
 
 
-def test_what_is_forced_without_drafts_of_the_heads():
+def test_without_processors_nothing_is_forced_or_changed():
     obeys = DraftLogitsProcessor(LogitsProcessorList(), settled=2)
     assert obeys.forced(torch.tensor([1, 2])) == []
     assert torch.equal(obeys(torch.tensor([[1, 2]]), torch.ones(1, 3)), torch.ones(1, 3))

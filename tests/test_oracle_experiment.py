@@ -29,7 +29,7 @@ def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_toy(experiment, tmp_path):
+def test_the_toy_run_leaves_consistent_figures(experiment, tmp_path):
     experiment.main(["--toy", "--output", str(tmp_path)])
     result = json.loads((tmp_path / "oracle.json").read_text(encoding="utf-8"))
     assert (result["name"], result["settings"]["toy"], result["settings"]["device"]) == ("oracle", True, "cpu")
@@ -49,7 +49,7 @@ def test_toy(experiment, tmp_path):
     assert (tmp_path / "oracle.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_candidates_are_right_as_often_as_is_said(experiment):
+def test_candidates_are_right_as_often_as_their_probabilities_say(experiment):
     text = [7] * 20000
     oracle = experiment.Oracle(text, vocab_size=50, acceptance=0.6, seed=0)
     said = [math.exp(log_prob) for log_prob in oracle.log_probs[:-1]]
@@ -58,7 +58,7 @@ def test_candidates_are_right_as_often_as_is_said(experiment):
         assert oracle.places.count(place) / len(text) == pytest.approx(said[place], abs=0.012)
 
 
-def test_what_is_said_of_a_node(experiment):
+def test_scores_rank_the_right_token_as_drawn_while_a_path_follows_the_text(experiment):
     text = [3, 5, 8, 13]
     oracle = experiment.Oracle(text, vocab_size=40, acceptance=0.6, seed=0)
     oracle.places = [10, 1, 0, 10]
@@ -75,7 +75,7 @@ def test_what_is_said_of_a_node(experiment):
     oracle.score(torch.randn(1, 1, 40), torch.tensor([[13]]), index=3)  # the text's end
 
 
-def test_as_many_forwards_as_the_places_say(experiment):
+def test_the_number_of_forwards_follows_from_the_drawn_ranks(experiment):
     """One drafted node: a forward gives two tokens where the first candidate is right, else one."""
     target = experiment.random_llama("toy", seed=0)
     heads = CloverHeads.from_target(target).eval()

@@ -52,7 +52,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built):
     assert any(name.endswith("licenses/LICENSE") for name in info)
 
 
-def test_the_source_distribution_builds_the_same(built):
+def test_the_source_distribution_holds_what_the_build_needs(built):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
@@ -94,7 +94,7 @@ def run_there(unpacked: Path, script: str, *arguments: str, cwd: Path) -> str:
     return process.stdout
 
 
-def test_the_wheel_alone_is_enough(unpacked, tmp_path):
+def test_the_wheel_alone_has_cards_command_line_and_hook(unpacked, tmp_path):
     """Cards, command line and hook are there."""
     script = """
 import sys

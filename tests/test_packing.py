@@ -73,7 +73,7 @@ def test_unpacking_gives_the_same_weights_back(target):
     assert torch.equal(target(ids).logits, expected)
 
 
-def test_layers_that_share_a_weight_share_it_again():
+def test_layers_that_share_a_weight_share_it_packed_and_unpacked():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
     model[1].weight = model[0].weight
     pack_for_cpu(model)
@@ -82,7 +82,7 @@ def test_layers_that_share_a_weight_share_it_again():
     assert model[1].weight is model[0].weight
 
 
-def test_small_layers_are_left_alone(target, monkeypatch):
+def test_small_layers_are_not_packed(target, monkeypatch):
     monkeypatch.setattr(packing, "LEAST_WEIGHTS", target.lm_head.weight.numel() + 1)
     pack_for_cpu(target)
     assert target.lm_head not in packed_layers(target)
@@ -90,7 +90,7 @@ def test_small_layers_are_left_alone(target, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_dicts_copies_and_pickles_are_plain(target, dtype, tmp_path):
+def test_state_dicts_copies_and_pickles_hold_plain_weights(target, dtype, tmp_path):
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this processor has no bfloat16")
     target.to(dtype)
@@ -125,7 +125,7 @@ def test_a_halved_layer_is_off_by_the_rounding_of_its_weight(bias, shape):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_heads_give_the_packed_targets_tokens(target, cache):
+def test_tokens_with_heads_equal_those_of_the_packed_target(target, cache):
     batch = ragged_batch(VOCABULARY)
     options = {**batch, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     options |= {} if cache == "dynamic" else {"cache_implementation": cache}
@@ -171,7 +171,7 @@ def test_packed_heads_draft_what_plain_ones_do(target, variant):
             assert torch.equal(mine, its)
 
 
-def test_heads_for_a_packed_target_are_those_for_a_plain_one(target):
+def test_heads_for_a_packed_target_equal_those_for_a_plain_one(target):
     torch.manual_seed(1)
     expected = CloverHeads.from_target(target)
     pack_for_cpu(target)
@@ -185,7 +185,7 @@ def test_heads_for_a_packed_target_are_those_for_a_plain_one(target):
 # ---------------------------------------------------------------------- refusals
 
 
-def test_training_is_refused(target):
+def test_training_a_packed_model_is_refused(target):
     with pytest.raises(ValueError, match=r"`model` is in training mode.*call `model\.eval\(\)`"):
         pack_for_cpu(target.train())
     pack_for_cpu(target.eval())
@@ -193,7 +193,7 @@ def test_training_is_refused(target):
         target(torch.tensor([[1, 2]]))
 
 
-def test_what_cannot_be_packed_is_refused_and_left_as_it_was(target, monkeypatch):
+def test_a_model_that_cannot_be_packed_is_refused_and_left_as_it_was(target, monkeypatch):
     with pytest.raises(ValueError, match="weights on meta, and packing is for a CPU"):
         pack_for_cpu(copy.deepcopy(target).to("meta"))
     with pytest.raises(ValueError, match=r"`model` is in torch\.float64, which cannot be packed"):
@@ -222,7 +222,7 @@ def words(tmp_path_factory):
     return ["--target", str(folder / "target"), "--heads", str(folder / "heads"), "--pack"], folder / "prompts.txt"
 
 
-def test_benchmark_measures_packed_and_not(words):
+def test_benchmark_measures_the_target_packed_and_unpacked(words):
     models, prompts = words
     few = ["--prompts", str(prompts), "--num-prompts", "2", "--repeats", "1", "--max-new-tokens", "12", "--nodes", "4"]
     said = CliRunner().invoke(cli.app, ["benchmark", *models, *few, "--against", "prompt-lookup", "--json"])

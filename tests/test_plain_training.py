@@ -58,7 +58,7 @@ def test_rows_hold_whole_texts(rows):
     assert len(rows) == 4  # 16; 16; 9 and 7; 5 and 4
 
 
-def test_the_loss_and_the_recipe_are_the_trainers(plain_training, rows, tmp_path):
+def test_loss_and_recipe_equal_those_of_the_trainer(plain_training, rows, tmp_path):
     trainer = make_trainer(tmp_path, make_target(), packing=True, max_length=16, max_steps=50)
     batch = next(iter(trainer.get_train_dataloader()))
     expected = trainer.compute_loss(trainer.model, batch)
@@ -99,7 +99,7 @@ def test_a_run_learns_and_goes_on_where_it_was(plain_training, rows, tmp_path, m
         assert torch.equal(mine, other)
 
 
-def test_a_run_is_over_when_its_seconds_are(plain_training, rows):
+def test_a_run_ends_after_its_seconds(plain_training, rows):
     run = made(plain_training, rows, steps=10**9, seconds=0.2)
     run.train()
     assert 0 < run.step < 10**9
@@ -108,7 +108,7 @@ def test_a_run_is_over_when_its_seconds_are(plain_training, rows):
     assert all(group["lr"] <= 0 for group in run.optimizer.param_groups)
 
 
-def test_the_script_of_a_gpu(tmp_path, monkeypatch):
+def test_the_gpu_script_of_smollm2_runs_and_goes_on_where_it_was(tmp_path, monkeypatch):
     """At toy size: a target in two parts, answers, heads, figures; and again from where it was."""
     monkeypatch.syspath_prepend(str(EXAMPLES / "experiments"))
     spec = importlib.util.spec_from_file_location("on_a_gpu", EXAMPLES / "smollm2" / "on_a_gpu.py")

@@ -174,7 +174,7 @@ def test_every_panel_says_what_it_shows_and_no_legend_covers_it(pages, name):
             assert legend is None or not legend.get_window_extent().shrunk(0.99, 0.9).overlaps(axes.bbox)
 
 
-def test_one_setting_is_bars_that_carry_their_values(pages):
+def test_results_of_one_setting_are_bars_with_their_values(pages):
     page = pages["one setting"]
     speedup = panel(page, "Speedup")
     assert labels_of(speedup.get_legend()) == ["plain generate"]
@@ -188,7 +188,7 @@ def test_one_setting_is_bars_that_carry_their_values(pages):
     assert labels_of(panel(page, "Acceptance").get_legend()) == ["clover-2", "medusa"]
 
 
-def test_a_line_of_reference_stops_at_a_value_it_would_cross(pages):
+def test_the_reference_line_is_hidden_behind_values_that_it_would_cross(pages):
     speedup = panel(pages["one setting"], "Speedup")
     reference = max(speedup.lines, key=lambda line: line.get_ydata()[-1] - line.get_ydata()[0])
     assert reference.get_linestyle() == "--"
@@ -197,7 +197,7 @@ def test_a_line_of_reference_stops_at_a_value_it_would_cross(pages):
         assert value.get_zorder() > reference.get_zorder()
 
 
-def test_a_sweep_is_lines_with_one_legend_and_ticks_where_the_values_are(pages):
+def test_a_sweep_is_lines_with_one_legend_and_a_tick_for_each_value(pages):
     page = pages["batch sizes"]
     assert labels_of(page.legends[0]) == list(METHODS[:4])
     speed = panel(page, "Speed")
@@ -208,7 +208,7 @@ def test_a_sweep_is_lines_with_one_legend_and_ticks_where_the_values_are(pages):
     assert labels_of(panel(page, "Speedup").get_legend()) == ["plain generate"]
 
 
-def test_tree_sizes_are_a_line_per_builder_beside_plain(pages):
+def test_tree_sizes_are_a_line_for_each_tree_shape_beside_plain(pages):
     page = pages["tree sizes"]
     builders = [f"clover-2, {tree}" for tree in ("global tree", "levels tree", "chain")]
     assert labels_of(page.legends[0]) == ["plain", *builders]
@@ -227,7 +227,7 @@ def test_categories_are_dots_of_every_method_but_plain(pages):
     assert panel(page, "Tokens per forward by category").get_xlabel() == "tokens per forward"
 
 
-def test_training_shows_held_out_figures_where_there_are(pages):
+def test_training_shows_held_out_figures_where_there_are_some(pages):
     page = pages["training"]
     assert labels_of(panel(page, "Loss").get_legend()) == ["training", "held-out"]
     assert panel(page, "Loss").lines[0].get_xdata()[0] == 20  # the loss that was no number is left out
@@ -281,7 +281,7 @@ def test_a_method_has_the_same_colour_everywhere(pages):
     assert colours == {THEMES["light"]["cycle"][0]}
 
 
-def test_what_was_not_measured_is_said_under_the_figure():
+def test_skipped_methods_and_other_tokens_are_noted_under_the_figure():
     reason = "no batches above 1"
     rows = [row("plain"), row("clover-2", identical=False), {**row("medusa"), "skipped": reason}]
     figure = figure_of(benchmark(rows))
@@ -301,7 +301,7 @@ def test_plot_writes_a_light_and_a_dark_picture(tmp_path):
     assert plot(source, tmp_path / "a" / "b")[0] == tmp_path / "a" / "b" / "result.png"
 
 
-def test_the_users_matplotlib_is_left_alone(tmp_path):
+def test_drawing_leaves_the_users_matplotlib_settings_as_they_were(tmp_path):
     before = dict(matplotlib.rcParams.copy())
     backend = matplotlib.get_backend(auto_select=False)
     draw(RESULTS["experiment"]["figure"], tmp_path / "x.png", dark=True)
@@ -309,7 +309,7 @@ def test_the_users_matplotlib_is_left_alone(tmp_path):
     assert matplotlib.get_backend(auto_select=False) == backend
 
 
-def test_drawing_is_not_imported_before_something_is_drawn():
+def test_matplotlib_is_not_imported_before_something_is_drawn():
     code = "import sys, hf_clover.measure.plots as _; "
     code += "sys.exit(bool({'matplotlib', 'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -332,7 +332,7 @@ def test_drawing_is_not_imported_before_something_is_drawn():
         ),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_by_name(tmp_path, content, said):
+def test_a_file_that_cannot_be_drawn_is_refused_by_name(tmp_path, content, said):
     path = tmp_path / "thing.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=said):
@@ -351,7 +351,7 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
         draw(GROUPED, tmp_path / "x.png")
 
 
-def test_the_picture_of_how_it_works(tmp_path):
+def test_the_picture_of_how_it_works_is_small_and_readable(tmp_path):
     example = runpy.run_path(str(ROOT / "examples" / "pictures.py"))
     example["main"](["--out", str(tmp_path)])
     for name in ("how_it_works.png", "how_it_works-dark.png"):
@@ -367,13 +367,13 @@ def test_the_picture_of_how_it_works(tmp_path):
 
 
 @pytest.mark.parametrize(("values", "begins"), [([2.2, 2.1], 0), ([0.1, 2.0], 0), ([1.0, 2.0], None)])
-def test_an_axis_that_begins_elsewhere_makes_nothing_small_look_large(values, begins):
+def test_an_axis_begins_at_zero_where_another_beginning_would_mislead(values, begins):
     panels = [{"kind": "lines", "title": "p", "series": [{"label": "a", "x": [1, 2], "y": values}]}]
     bottom = panel(page_of({"title": "t", "panels": panels}), "p").get_ylim()[0]
     assert bottom == begins if begins is not None else 0 < bottom < min(values)
 
 
-def test_what_is_compared_with_is_inside_the_axis():
+def test_the_reference_line_is_inside_the_axis():
     reference = {"y": 1.0, "label": "plain generate"}
     series = [{"label": "a", "x": [1, 2], "y": [0.31, 0.3]}]
     panels = [{"kind": "lines", "title": "p", "series": series, "reference": reference}]

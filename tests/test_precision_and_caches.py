@@ -43,7 +43,7 @@ def made_anew(options):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
-def test_half_precision(name, attention, dtype):
+def test_tokens_in_half_precision_equal_plain_except_for_rounding(name, attention, dtype):
     """Whatever differs was decided by rounding, and most is the same."""
     target = build(name, attention, vocab_size=VOCABULARY, dtype=dtype)
     heads = CloverHeads.from_target(target)
@@ -62,7 +62,7 @@ def test_half_precision(name, attention, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["llama", "llama_bias"])
-def test_flex_attention(name, shape):
+def test_tokens_equal_plain_with_flex_attention(name, shape):
     """The prompt is read with it, trees without."""
     target = build(name, vocab_size=VOCABULARY)
     target.set_attn_implementation("flex_attention")
@@ -73,7 +73,7 @@ def test_flex_attention(name, shape):
     assert target.config._attn_implementation == "flex_attention"
 
 
-def test_weights_of_two_dtypes():
+def test_tokens_with_weights_of_two_dtypes_equal_plain_except_for_rounding():
     """The output layer in float32 over a target in bfloat16."""
     target = build("llama", vocab_size=VOCABULARY, dtype=torch.bfloat16)
     target.lm_head.float()
@@ -91,7 +91,7 @@ def test_weights_of_two_dtypes():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "qwen2_window"])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "a dynamic one", "a static one"])
-def test_caches_that_hold_a_tree(name, cache, shape):
+def test_tokens_equal_plain_in_caches_that_hold_a_tree(name, cache, shape):
     """Windows of 6 tokens, longer texts."""
     target = build(name, vocab_size=VOCABULARY)
     config = target.config.get_text_config()
@@ -122,7 +122,7 @@ QUANTIZED = {"cache_implementation": "quantized", "cache_config": {"backend": "f
         ({"use_cache": False}, "`use_cache=False` leaves nothing to draft from"),
     ],
 )
-def test_caches_that_hold_none(options, reason, shape):
+def test_caches_that_hold_no_tree_give_plain_tokens_with_one_warning(options, reason, shape):
     target, inputs = build("llama", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, SHAPES[shape])
     with pytest.warns(CloverWarning, match=reason) as caught:
         plain, ours = both(target, inputs, fallback=True, **options)
@@ -133,7 +133,7 @@ def test_caches_that_hold_none(options, reason, shape):
 
 
 def test_chains_are_not_kept_in_a_cache_of_fixed_size():
-    """In which GPT-Neo's local attention looks at other columns, so that plain generate says something else."""
+    """There GPT-Neo's local attention looks at other columns, so that plain generate gives another text."""
     target, inputs = build("gpt_neo", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (3,))
     growing = target.generate(**inputs, max_new_tokens=NEW)
     with pytest.warns(CloverWarning, match="chains are drafted only in a cache that grows, `generate`'s default"):
@@ -143,7 +143,7 @@ def test_chains_are_not_kept_in_a_cache_of_fixed_size():
     assert (ours.speculation.method, ours.speculation.accepted_tokens) == ("plain", 0)
 
 
-def test_a_cache_that_the_target_does_not_read():
+def test_a_users_cache_that_the_target_does_not_read_stays_empty():
     """RWKV keeps a state of its own, and leaves a user's cache as it came."""
     target, inputs = build("rwkv", vocab_size=VOCABULARY), ragged_batch(VOCABULARY, (5,))
     cache = DynamicCache(config=target.config)
@@ -157,8 +157,8 @@ def test_a_cache_that_the_target_does_not_read():
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
-def test_an_offloaded_cache_holds_none(kind):
-    """It needs an accelerator to offload from: here the route alone."""
+def test_a_target_with_an_offloaded_cache_is_decoded_plainly(kind):
+    """Offloading needs an accelerator, so that only the choice of the route is tested here."""
     target = build("llama", vocab_size=VOCABULARY)
     cache = kind(config=target.config, **({"max_cache_len": 64} if kind is StaticCache else {}))
     cache.offloading = True

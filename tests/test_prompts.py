@@ -58,7 +58,7 @@ def test_functions_are_cut_after_their_docstring():
     assert all(start.count("\n") >= 2 and not start.endswith("\n") for start in function_starts())
 
 
-def test_question_files(tokenizer, tmp_path):
+def test_prompts_are_read_from_question_and_text_files(tokenizer, tmp_path):
     questions = tmp_path / "question.jsonl"
     rows = [{"question_id": 81, "turns": ["First?", "Then?"]}, {"question_id": 82, "turns": ["Another?"]}]
     questions.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
@@ -68,7 +68,7 @@ def test_question_files(tokenizer, tmp_path):
     assert texts(lines, tokenizer, limit=2) == ["one", "two"]
 
 
-def test_a_chat_template_is_applied(tokenizer, tmp_path):
+def test_a_chat_template_is_applied_to_questions_and_not_to_code(tokenizer, tmp_path):
     tokenizer.chat_template = TEMPLATE
     questions = tmp_path / "question.jsonl"
     told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -78,14 +78,14 @@ def test_a_chat_template_is_applied(tokenizer, tmp_path):
     assert "[user]" not in texts("stand-in", tokenizer, limit=1)[0], "code is not a question"
 
 
-def test_datasets(tokenizer, tmp_path):
+def test_prompts_are_read_from_a_dataset_folder(tokenizer, tmp_path):
     from datasets import Dataset
 
     Dataset.from_dict({"instruction": ["Do this.", "Do that."]}).to_json(tmp_path / "data" / "train.jsonl")
     assert texts(tmp_path / "data", tokenizer) == ["Do this.", "Do that."]
 
 
-def test_what_holds_no_prompts_says_so(tokenizer, tmp_path):
+def test_a_file_without_prompts_is_refused(tokenizer, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     with pytest.raises(ValueError, match=r"`prompts='.*empty.txt'` holds no prompt"):
         load_prompts(str(tmp_path / "empty.txt"), tokenizer)
@@ -118,7 +118,7 @@ def test_a_turns_prompt_holds_the_turns_before_it(tokenizer, tmp_path):
     assert tokenizer.decode(question.encode(tokenizer, ["So."])) == said
 
 
-def test_unknown_and_missing_categories_are_told(tokenizer, tmp_path, caplog):
+def test_unknown_and_missing_categories_are_logged(tokenizer, tmp_path, caplog):
     rows = [{"category": "math", "turns": ["a"]}, {"category": "maths", "turns": ["b"]}, {"turns": ["c"]}]
     found = load_questions(questions_in(tmp_path, rows), tokenizer)
     assert [question.category for question in found] == ["math", "maths", "none"]
@@ -136,18 +136,18 @@ def test_unknown_and_missing_categories_are_told(tokenizer, tmp_path, caplog):
         ('[{"turns": ["a"]}]', "line 1 is no JSON object"),
     ],
 )
-def test_bad_question_files(tokenizer, tmp_path, text, said):
+def test_bad_question_files_are_refused_with_the_reason(tokenizer, tmp_path, text, said):
     (tmp_path / "q.jsonl").write_text(text)
     with pytest.raises(ValueError, match=said):
         load_questions(str(tmp_path / "q.jsonl"), tokenizer)
 
 
-def test_per_category_needs_categories(tokenizer, tmp_path):
+def test_per_category_without_categories_is_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"`per_category=2`: no prompt of .* has a `category`; pass `num_prompts`"):
         load_questions(questions_in(tmp_path, [{"turns": ["a"]}]), tokenizer, per_category=2)
 
 
-def test_a_target_that_answers_is_asked_what_people_ask():
+def test_a_chat_target_is_asked_everyday_questions_by_default():
     from helpers.tiny_text import CHAT_TEMPLATE, make_tokenizer
 
     from hf_clover.measure.prompts import QUESTIONS, default_prompts
@@ -161,7 +161,7 @@ def test_a_target_that_answers_is_asked_what_people_ask():
     assert len(load_questions("everyday", tokenizer)) == len(QUESTIONS) == 8
 
 
-def test_a_title_names_a_target_whose_folder_says_no_more():
+def test_a_target_in_a_folder_called_target_is_named_by_type_and_size():
     from helpers.tiny_text import make_target
 
     from hf_clover.measure.conditions import circumstances

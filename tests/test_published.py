@@ -127,7 +127,7 @@ def test_every_format_computes_what_the_reference_does(case, form, folder):
     assert furthest(case, heads) < 1e-5
 
 
-def test_saved_in_our_form_and_loaded_by_any_door(folder, tmp_path):
+def test_imported_heads_are_the_same_after_saving_and_any_way_of_loading(folder, tmp_path):
     target = a_target()
     heads = load_heads(folder, target)
     heads.save_pretrained(tmp_path / "ours")
@@ -144,7 +144,7 @@ def test_saved_in_our_form_and_loaded_by_any_door(folder, tmp_path):
     assert type(load_heads(tmp_path / "clover", target)) is CloverHeads
 
 
-def test_a_pickle_is_read_where_that_is_allowed(folder):
+def test_a_pickle_is_read_only_with_allow_pickle(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"pickle \(pytorch_model.bin\).*`allow_pickle=True`"):
@@ -152,7 +152,7 @@ def test_a_pickle_is_read_where_that_is_allowed(folder):
     assert furthest("llama_reduced", load_heads(folder, a_target(), allow_pickle=True)) < 1e-5
 
 
-def test_what_is_the_targets_bit_for_bit_is_borrowed(folder):
+def test_an_embedding_equal_to_the_targets_is_borrowed(folder):
     target = a_target()
     target.get_input_embeddings().weight.data = load_file(folder / "model.safetensors")["embed_tokens.weight"]
     heads = load_heads(folder, target)
@@ -161,7 +161,7 @@ def test_what_is_the_targets_bit_for_bit_is_borrowed(folder):
     assert furthest("llama_reduced", heads) < 1e-5
 
 
-def test_the_authors_rule_for_layers_is_part_of_their_format(folder):
+def test_layers_of_the_authors_format_follow_the_authors_rule(folder):
     authors("llama_reduced", folder)
     assert load_heads(folder, a_target()).feature_layers == (2, 4, 5)
     assert load_heads(folder, a_target(num_hidden_layers=12)).feature_layers == (2, 6, 9)
@@ -215,7 +215,7 @@ def with_tensors(folder: Path, **changes) -> None:
         (lambda f: (f / "model.safetensors").write_bytes(b"12345678"), r"damaged file, model.safetensors"),
     ],
 )
-def test_what_cannot_be_known_is_refused(folder, change, says):
+def test_heads_with_missing_or_contradictory_facts_are_refused(folder, change, says):
     change(folder)
     with pytest.raises(ValueError, match=says):
         load_heads(folder, a_target())
@@ -228,7 +228,7 @@ def test_another_target_is_refused(folder, field):
         load_heads(folder, a_target(**{field: size}))
 
 
-def test_rope_that_is_not_known_is_refused(folder):
+def test_an_unknown_rope_type_is_refused(folder):
     config = config_of(folder)
     config["transformer_layer_config"]["rope_parameters"] = {"rope_type": "mrope", "rope_theta": 1e4}
     write(folder, config)
@@ -236,13 +236,13 @@ def test_rope_that_is_not_known_is_refused(folder):
         load_heads(folder, a_target())
 
 
-def test_rope_is_never_the_targets(folder):
+def test_missing_rope_parameters_are_not_taken_from_the_target(folder):
     changed(folder, authors, rope_parameters=None)
     heads = load_heads(folder, a_target(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}))
     assert heads.config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_layers_that_a_target_has_not(folder):
+def test_layers_that_the_target_lacks_are_refused(folder):
     changed(folder, **{IDS: [2, 4, 9]})
     heads = load_heads(folder, a_target())
     with pytest.raises(ValueError, match=r"layers \[2, 4, 9\].*8 layers.*`load_heads\(layer_ids=...\)`"):
@@ -253,7 +253,7 @@ def test_layers_that_a_target_has_not(folder):
 
 
 @pytest.mark.parametrize("layers", [(2, 4, 5), (0, 8), (3,), (8, 1, 7, 1)])
-def test_states_are_those_that_transformers_gives(layers):
+def test_captured_states_equal_the_hidden_states_of_transformers(layers):
     target, ids = a_target(), torch.tensor([[5, 6, 7, 8]])
     states = target(ids, output_hidden_states=True).hidden_states
     captured: list[torch.Tensor] = []
@@ -265,8 +265,8 @@ def test_states_are_those_that_transformers_gives(layers):
 
 
 @torch.no_grad()
-def test_a_drafted_chain_is_what_the_network_says(folder):
-    """Token by token, the whole text anew: the network's own greedy chain."""
+def test_a_drafted_chain_equals_the_networks_greedy_chain(folder):
+    """For each token of the chain, the network runs over the whole text anew."""
     target = a_target()
     heads = load_heads(folder, target)
     ids, captured = torch.tensor([[3, 14, 15, 9, 26, 5, 35]]), []
@@ -285,8 +285,8 @@ def test_a_drafted_chain_is_what_the_network_says(folder):
 
 
 @pytest.mark.parametrize(("case", "folder"), [(case, case) for case in CASES], indirect=["folder"])
-def test_a_drafted_chain_is_the_references_own(case, folder):
-    """By ids, from every place of the text (reference_vectors/eagle3/README.md)."""
+def test_a_drafted_chain_equals_that_of_the_reference(case, folder):
+    """Compared by ids, from every place of the text (reference_vectors/eagle3/README.md)."""
     heads, vectors = load_heads(folder, a_target()), load_file(VECTORS / case / "vectors.safetensors")
     chains = json.loads((VECTORS / case / "chains.json").read_text())
     heads.config.draft_depth = 6
@@ -304,7 +304,7 @@ def test_a_drafted_chain_is_the_references_own(case, folder):
         assert drafter.draft(6, "chain").tokens[0, 1:].tolist() == chain, place
 
 
-def test_heads_that_draft_rubbish_are_named_once(folder):
+def test_heads_whose_drafts_are_nearly_always_wrong_give_one_warning(folder):
     target, heads = a_target(), load_heads(folder, a_target(), layer_ids=(1, 3, 7))
     heads.config.draft_copies = 0
     options = {"max_new_tokens": 230, "pad_token_id": 0, "eos_token_id": None, "num_assistant_tokens": 3}
@@ -330,7 +330,7 @@ def test_heads_that_draft_rubbish_are_named_once(folder):
     assert memory_of(target).first_drafts[heads][0] == 200
 
 
-def test_the_card_says_where_they_came_from(folder, tmp_path):
+def test_the_card_says_where_the_heads_were_published(folder, tmp_path):
     heads = load_heads(folder, a_target())
     heads.save_pretrained(tmp_path / "mine")
     text = write_card(tmp_path / "mine", repo_id="me/mine").text
@@ -342,5 +342,5 @@ def test_the_card_says_where_they_came_from(folder, tmp_path):
     assert "published as [org/eagle3](https://huggingface.co/org/eagle3), and read and run by" in text
 
 
-def test_public():
+def test_load_heads_is_public():
     assert hf_clover.load_heads is load_heads

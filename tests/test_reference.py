@@ -62,14 +62,14 @@ def rewrite(checkpoint: Path, change) -> None:
 # ---------------------------------------------------------------------- the same numbers
 
 
-def test_the_target_is_the_one_the_vectors_were_made_with(case):
+def test_the_target_gives_the_logits_of_the_reference_vectors(case):
     with torch.no_grad():
         close(case.target(case.input_ids).logits, case.target_logits)
     expected_base = {"mha": 10000.0, "gqa_rope": 500000.0}[case.name]
     assert case.target.config.rope_parameters["rope_theta"] == expected_base
 
 
-def test_the_config_says_what_the_reference_does(case):
+def test_the_config_of_imported_heads_is_that_of_the_reference(case):
     config = case.heads.config
     assert (config.variant, config.num_heads, config.num_augmenting_layers) == ("clover-2", HEADS, 2)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
@@ -79,7 +79,7 @@ def test_the_config_says_what_the_reference_does(case):
 
 
 @torch.no_grad()
-def test_all_heads_in_one_pass(case):
+def test_outputs_of_one_pass_equal_those_of_the_reference(case):
     outputs = case.heads(case.pre_norm_hidden, case.next_tokens).head_outputs
     assert outputs.shape == case.head_outputs.shape == (HEADS, 2, case.length, 64)
     for i in range(HEADS):
@@ -92,8 +92,8 @@ def test_all_heads_in_one_pass(case):
 
 @torch.no_grad()
 @pytest.mark.parametrize("first", [5, 1, 3])
-def test_all_heads_through_the_cache(case, first):
-    """The reference's way is 5 positions at once, then one by one; any other split must give the same."""
+def test_outputs_through_the_cache_equal_those_of_the_reference(case, first):
+    """The reference takes 5 positions at once, then one by one; any other split must give the same."""
     heads, hidden, ids = case.heads, case.pre_norm_hidden, case.input_ids
     cache = TreeCache(heads.config.num_cache_layers)
     state = heads.encode(hidden[:, :first], ids[:, 1 : first + 1], past_key_values=cache)[:, -1]
@@ -115,7 +115,7 @@ def test_all_heads_through_the_cache(case, first):
     assert cuts == case.cached_logits.shape[1] == 13
 
 
-def test_an_imported_checkpoint_is_saved_as_any_other(case, tmp_path):
+def test_an_imported_checkpoint_is_the_same_after_saving_and_loading(case, tmp_path):
     case.heads.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path).bind(case.target)
     with torch.no_grad():
@@ -180,7 +180,7 @@ class Trap:
         return (exec, ("raise SystemError('a pickle ran code')",))
 
 
-def test_a_pickle_that_runs_code_is_never_run(checkpoint, target):
+def test_code_in_a_pickle_is_never_run(checkpoint, target):
     (checkpoint / "model.safetensors").unlink()
     torch.save({"fc": Trap()}, checkpoint / "pytorch_model.bin")
     with pytest.raises(Exception, match="Weights only load failed"):
@@ -192,7 +192,7 @@ def test_safetensors_are_preferred_to_a_pickle_beside_them(checkpoint, target):
     CloverHeads.from_reference_checkpoint(checkpoint, target, allow_pickle=True)
 
 
-def test_shards_and_strings(checkpoint, target):
+def test_a_sharded_checkpoint_is_read_from_a_path_given_as_text(checkpoint, target):
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -202,7 +202,7 @@ def test_shards_and_strings(checkpoint, target):
     assert torch.equal(heads.fc[0].weight, tensors["clover_head_mlp2.weight"])
 
 
-def test_the_targets_rows_need_not_be_in_the_checkpoint(checkpoint, target):
+def test_a_checkpoint_without_the_targets_embeddings_is_read(checkpoint, target):
     def drop(tensors):
         del tensors["lm_head.weight"], tensors["clover_embed_tokens.weight"]
 
@@ -238,7 +238,7 @@ def test_a_renamed_tensor_is_refused(checkpoint, target):
         CloverHeads.from_reference_checkpoint(checkpoint, target)
 
 
-def test_a_layer_too_many_is_refused(checkpoint, target):
+def test_a_surplus_layer_is_refused(checkpoint, target):
     rewrite(checkpoint, lambda tensors: tensors.update({"layers.2.input_layernorm.weight": torch.ones(64)}))
     with pytest.raises(ValueError, match=r"missing \[\], unexpected \['layers.2.input_layernorm.weight'\]"):
         CloverHeads.from_reference_checkpoint(checkpoint, target)

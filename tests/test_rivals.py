@@ -74,7 +74,7 @@ def starts_of(texts: list[list[int]]) -> torch.Tensor:
     [({}, 40), ({"do_sample": True, "temperature": 0.4}, 20)],
     ids=["greedy", "sampling"],
 )
-def test_the_tokens_are_plain_generates(trained, sampling, accepted):
+def test_tokens_equal_plain_and_drafts_are_accepted(trained, sampling, accepted):
     heads, target = trained
     prompts = starts_of(own_text(target))
     options = dict(attention_mask=(prompts != 0).long(), max_new_tokens=30, eos_token_id=None, **sampling)
@@ -90,7 +90,7 @@ def test_the_tokens_are_plain_generates(trained, sampling, accepted):
     assert len(out.speculation.accepted_by_depth) > 2
 
 
-def test_one_row_goes_on_from_a_cache(trained):
+def test_a_second_turn_on_the_same_cache_equals_plain(trained):
     """Turn by turn, with a drafter that is remembered."""
     heads, target = trained
 
@@ -110,7 +110,7 @@ def test_one_row_goes_on_from_a_cache(trained):
     assert mine.speculation.accepted_tokens + again.speculation.accepted_tokens > 3
 
 
-def test_where_a_device_has_graphs(trained, captures):  # noqa: F811
+def test_tokens_equal_plain_where_the_targets_forwards_are_graphs(trained, captures):  # noqa: F811
     """The target's forwards are graphs; drafting is as it always is."""
     heads, target = trained
     prompts = starts_of(own_text(target))
@@ -124,7 +124,7 @@ def test_where_a_device_has_graphs(trained, captures):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS)
-def test_a_target_of_another_family(kind):
+def test_tokens_equal_plain_for_a_target_of_another_family(kind):
     target = zoo.build("gpt_neox")
     torch.manual_seed(0)
     heads = kind.from_target(target).eval()
@@ -150,7 +150,7 @@ def test_every_node_is_scored_as_if_its_path_stood_alone(shape):
         assert looked_at >= (10 if shape == "chain" else 30)
 
 
-def test_rows_that_leave():
+def test_rows_that_stay_are_scored_the_same_after_others_have_left():
     heads = fresh(Eagle1)
     drafter, hidden, tokens = fed(heads)
     drafter.draft(8)
@@ -195,7 +195,7 @@ def test_a_block_drafts_what_its_training_pass_computes(kind, shape):
 
 
 @torch.no_grad()
-def test_what_a_slot_depends_on():
+def test_a_slot_depends_on_the_first_token_and_in_dspark_on_drafts():
     tokens = torch.randint(1, 32, (1, 12))
     for kind in BLOCKS:
         heads = lively(kind)
@@ -216,7 +216,7 @@ def test_what_a_slot_depends_on():
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_block_costs_what_its_slots_miss(kind):
+def test_the_loss_of_a_block_equals_a_plain_sum_over_its_slots(kind):
     """`BlockTrainer`'s loss beside plain sums over all slots of its anchors."""
     from types import SimpleNamespace
 
@@ -249,7 +249,7 @@ def test_a_block_costs_what_its_slots_miss(kind):
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_noise_in_training_only():
+def test_eagle_1_adds_noise_to_features_in_training_only():
     heads = fresh(Eagle1)
     hidden = torch.randn(1, 6, heads.config.hidden_size)
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_noise_in_training_only():
 # ---------------------------------------------------------------------- what they read
 
 
-def test_hydra_sees_every_token_since():
+def test_hydra_heads_see_every_token_since_their_state():
     heads = fresh(Hydra)
     hidden, tokens = torch.randn(1, 8, heads.config.hidden_size), torch.randint(1, 32, (1, 8))
     for mlp in heads.mlps:  # past their start, at which the token half is almost zero
@@ -276,8 +276,8 @@ def test_hydra_sees_every_token_since():
 
 
 @pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS)
-def test_in_bfloat16_for_a_target_in_float32(kind):
-    """As the packed copy that drafts on a CPU: every layer is given its own dtype."""
+def test_bfloat16_heads_give_plain_tokens_for_a_float32_target(kind):
+    """As in the packed copy that drafts on a CPU: every layer is given inputs of its own dtype."""
     target, heads = zoo.build("llama"), fresh(kind).to(torch.bfloat16)
     ids = torch.tensor([[1, 4, 2, 5, 3, 1, 4]])
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
@@ -293,7 +293,7 @@ def test_in_bfloat16_for_a_target_in_float32(kind):
 
 
 @pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS)
-def test_saved_and_loaded(kind, tmp_path):
+def test_heads_draft_the_same_after_saving_and_loading(kind, tmp_path):
     target, heads = zoo.build("llama"), fresh(kind)
     heads.save_pretrained(tmp_path)
     loaded = kind.from_pretrained(tmp_path).eval().bind(target)

@@ -47,13 +47,13 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_the_top_floor_is_rooms_and_a_face():
+def test_the_package_holds_its_rooms_and_three_modules_beside_them():
     names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert names == {*ROOMS, *FACE}
     assert len(names) <= 14
 
 
-def test_imports_run_one_way():
+def test_imports_between_rooms_run_one_way():
     wrong = [
         f"{module} imports {other}"
         for module, file in MODULES.items()
@@ -65,7 +65,7 @@ def test_imports_run_one_way():
     assert not wrong
 
 
-def test_no_circle():
+def test_no_modules_import_each_other_in_a_circle():
     """Imports inside functions count, too; a package that only names its modules is left out."""
     graph = {
         module: {other for other, is_run in imported(file).items() if is_run and other != module}
@@ -76,20 +76,20 @@ def test_no_circle():
     assert order.index("hf_clover.decoding.loop") < order.index("hf_clover.decoding.hook")
 
 
-def test_the_network_imports_only_its_siblings():
+def test_modules_of_the_network_import_no_other_room():
     for module, file in MODULES.items():
         if room_of(module) == "network":
             assert {room_of(other) for other in imported(file)} <= {"network"}, module
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room != "network"])
-def test_private_names_of_other_libraries_have_one_home(room):
-    """Of what the library's own classes are called, and how their objects are called in these rooms."""
+def test_private_names_of_other_libraries_stand_in_private_api_only(room):
+    """They are looked for behind the names of the libraries' classes, and of their objects in these rooms."""
     for file in (PACKAGE / room).rglob("*.py"):
         if file.stem != "private_api":
             assert not PRIVATE.findall(file.read_text()), file.relative_to(ROOT)
 
 
-def test_contributing_names_the_rooms():
+def test_contributing_names_every_room_in_order():
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert re.findall(r"^\| `hf_clover/(\w+)/`", page, re.MULTILINE) == list(ROOMS)

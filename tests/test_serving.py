@@ -133,7 +133,7 @@ def _lives_on(request: pytest.FixtureRequest) -> Iterator[None]:
 # ---------------------------------------------------------------------- what clients get
 
 
-def test_a_completion_is_plain_generates_and_drafts_were_accepted(served: Served) -> None:
+def test_a_completion_equals_plain_generates_and_drafts_are_accepted(served: Served) -> None:
     before = served.speculation()
     answer = served.asked(max_tokens=40)
     assert answer.choices[0].text == served.plain(PROMPT, 40)
@@ -153,7 +153,7 @@ def test_a_stream_is_the_same_text_in_pieces(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat(served: Served, stream: bool) -> None:
+def test_a_chat_answer_equals_plain_generates_text_of_the_messages(served: Served, stream: bool) -> None:
     messages = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "x"}]
     messages.append({"role": "user", "content": "for x in"})
     answer = served.client.chat.completions.create(model=NAME, messages=messages, max_tokens=24, stream=stream)
@@ -165,7 +165,7 @@ def test_chat(served: Served, stream: bool) -> None:
     assert text == served.plain(prompt, 24)
 
 
-def test_responses(served: Served) -> None:
+def test_a_response_equals_plain_generates_text_of_its_input(served: Served) -> None:
     answer = served.client.responses.create(model=NAME, input="for x in", max_output_tokens=24, stream=False)
     messages = [{"role": "user", "content": "for x in"}]
     prompt = served.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -194,7 +194,7 @@ def test_samples_from_a_seed_are_plain_generates(served: Served) -> None:
     assert answer.choices[0].text == expected
 
 
-def test_stop_strings(served: Served) -> None:
+def test_a_stop_string_ends_an_answer(served: Served) -> None:
     whole = served.plain(PROMPT, 40)
     stop = whole[12:14]
     assert served.asked(max_tokens=40, stop=stop).choices[0].text == whole[: whole.index(stop) + len(stop)]
@@ -223,7 +223,7 @@ def test_a_prompt_longer_than_the_positions_is_refused(served: Served, stream: b
         served.asked("a" * 5000, stream=stream)
 
 
-def test_an_answer_ends_where_the_positions_do(served: Served) -> None:
+def test_an_answer_ends_at_the_targets_last_position(served: Served) -> None:
     answer = served.asked("a" * 4090, max_tokens=100)
     assert answer.usage.completion_tokens == 6
 
@@ -362,7 +362,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         ("responses", {"input": "x", "previous_response_id": "y"}, "previous_response_id", "is no field"),
     ],
 )
-def test_every_field_is_checked_by_its_name(
+def test_a_wrong_field_is_refused_by_its_name(
     served: Served, route: str, body: Any, param: str | None, reason: str
 ) -> None:
     for stream in (False, True):
@@ -373,14 +373,14 @@ def test_every_field_is_checked_by_its_name(
         assert param is None or error["param"] == param
 
 
-def test_a_request_that_is_no_json_by_its_type_is_refused(served: Served) -> None:
+def test_a_request_whose_content_type_is_not_json_is_refused(served: Served) -> None:
     status, error = served.post("/v1/completions", text(), kind="text/plain")
     assert (status, error["param"]) == (400, "content-type")
     assert "must be 'application/json'" in error["message"]
 
 
-def test_what_no_check_has_thought_of_is_the_clients_fault_too(served: Served, start: Callable[..., Any]) -> None:
-    """A template that the model brings along, and that cannot render this; a tokenizer that raises."""
+def test_a_prompt_that_cannot_be_rendered_or_tokenised_is_refused(served: Served, start: Callable[..., Any]) -> None:
+    """The model's own template cannot render the messages, or the tokenizer raises."""
     rules, body = asked.Rules(NAME, 4096, 40), json.dumps(chat(content="x")).encode()
     tokenizer = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path)
     answer = json.loads(preparing.answer(tokenizer, rules, asked.CHAT, body))["refused"]
@@ -413,7 +413,7 @@ def test_a_failure_of_the_server_is_an_error_of_openais_form(served: Served, mon
 
 
 @pytest.mark.parametrize("name", ["chat_template", "max_length", "padding", "tokenize", "conversation"])
-def test_a_client_sets_variables_of_the_template_alone(served: Served, name: str) -> None:
+def test_a_client_may_set_only_variables_of_the_chat_template(served: Served, name: str) -> None:
     body = {**chat(content="x"), "chat_template_kwargs": {name: "max_length"}}
     status, error = served.post("/v1/chat/completions", body)
     assert (status, error["param"]) == (400, f"chat_template_kwargs.{name}")
@@ -452,7 +452,7 @@ def test_a_template_that_takes_long_is_ended_and_others_are_answered(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
-def test_a_template_gets_no_more_memory_than_there_is_for_it(open_served: Served) -> None:
+def test_a_template_that_takes_too_much_memory_is_refused(open_served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match=r"cannot render them \(MemoryError"):
         rendered(open_served, "{{ ('a' * 3000000000) | length }}")
 
@@ -472,7 +472,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(served: Serv
     assert "`messages`: the prompt has 700" in error["message"]
 
 
-def test_requests_wait_in_a_line_that_has_an_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_beyond_the_longest_queue_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MOST_WAITING", 1)
     stream = served.asked(max_tokens=4000, stream=True)
     next(iter(stream))
@@ -504,7 +504,7 @@ def test_requests_whose_clients_have_gone_are_cancelled(served: Served, stream: 
     assert after["requests"] == before["requests"]
 
 
-def test_a_client_that_goes_before_its_body_is_sent_leaves_nothing(served: Served) -> None:
+def test_a_client_that_goes_before_its_body_is_sent_leaves_no_request(served: Served) -> None:
     client = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     client.putrequest("POST", "/v1/completions")
     client.putheader("content-type", "application/json")
@@ -517,14 +517,14 @@ def test_a_client_that_goes_before_its_body_is_sent_leaves_nothing(served: Serve
 # ---------------------------------------------------------------------- seeds
 
 
-def test_seeds_hold_with_several_clients_at_once(served: Served) -> None:
+def test_a_seed_gives_the_same_text_with_several_clients_at_once(served: Served) -> None:
     alone = [served.sampled(seed) for seed in range(8)]
     assert len({*alone}) == 8
     with ThreadPoolExecutor(8) as clients:
         assert list(clients.map(served.sampled, range(8))) == alone
 
 
-def test_a_seed_is_for_one_text_alone(served: Served) -> None:
+def test_a_seed_does_not_fix_the_text_after_it(served: Served) -> None:
     after = []
     for _ in range(2):
         served.sampled(5, 1)
@@ -532,7 +532,7 @@ def test_a_seed_is_for_one_text_alone(served: Served) -> None:
     assert after[0] != after[1]
 
 
-def test_a_temperature_samples(served: Served) -> None:
+def test_a_temperature_above_zero_samples(served: Served) -> None:
     texts = {served.asked(temperature=1.5, seed=seed, max_tokens=24).choices[0].text for seed in range(4)}
     assert len(texts) == 4
     assert served.asked(temperature=0, seed=5, max_tokens=24).choices[0].text == served.plain(PROMPT, 24)
@@ -552,7 +552,7 @@ def test_every_route_but_health_asks_for_the_key(open_served: Served, path: str,
     assert "`authorization` must be 'Bearer KEY'" in error["message"]
 
 
-def test_the_key_opens(open_served: Served) -> None:
+def test_the_right_key_is_accepted_and_a_wrong_one_refused(open_served: Served) -> None:
     assert open_served.get("/v1/models", Authorization="Bearer sesame")["data"][0]["id"] == NAME
     status, error = open_served.post("/v1/completions", text())
     assert (status, error["param"]) == (401, "authorization")
@@ -585,7 +585,7 @@ def test_a_stream_of_responses_is_the_same_text(served: Served) -> None:
     assert events[-1].response.usage == whole.usage
 
 
-def test_usage_and_the_requests_own_id(served: Served) -> None:
+def test_an_answer_has_its_usage_and_the_requests_id(served: Served) -> None:
     answer = served.asked(max_tokens=9, extra_headers={"x-request-id": "mine-1"})
     assert (answer.id, answer.usage.prompt_tokens, answer.usage.total_tokens) == (
         "mine-1",
@@ -597,12 +597,12 @@ def test_usage_and_the_requests_own_id(served: Served) -> None:
     assert chunks[0].id != "not mine!"
 
 
-def test_a_suffix_ends_the_text(served: Served) -> None:
+def test_a_suffix_is_appended_to_the_text(served: Served) -> None:
     assert served.asked(max_tokens=9, suffix=" end").choices[0].text == served.plain(PROMPT, 9) + " end"
     assert [chunk.choices[0].text for chunk in served.asked(max_tokens=9, suffix=" end", stream=True)][-2] == " end"
 
 
-def test_parts_of_text_and_calls_of_tools_reach_the_template(served: Served) -> None:
+def test_text_parts_and_tool_calls_reach_the_chat_template(served: Served) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "if a"}, {"type": "text", "text": "x"}]},
@@ -638,7 +638,7 @@ TOLD = [
 ]
 
 
-def test_reasoning_and_calls_of_tools_have_openais_shapes() -> None:
+def test_reasoning_and_tool_calls_have_the_shapes_of_openai() -> None:
     """Whole and in pieces, read with the official client's own types."""
     ended = answering.Ended(7, is_full=False)
     whole = ChatCompletion.model_validate(wire.Chat("m", "r", 3, None).whole(TOLD, ended))
@@ -681,7 +681,7 @@ class Listens:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_transformers_parser_tells_reasoning_from_text(served: Served, stream: bool) -> None:
+def test_the_parser_of_transformers_separates_reasoning_from_text(served: Served, stream: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path)
     thinking = {"open": "(", "close": ")", "content": "text"}
     tokenizer.response_template = {
@@ -716,7 +716,7 @@ class Parser:
         raise ValueError("in the middle of a call")
 
 
-def test_a_call_that_is_none_is_text(served: Served) -> None:
+def test_an_invalid_tool_call_is_answered_as_text(served: Served) -> None:
     job = Listens(stream=True)
     writer = answering.Writer(job, Parser(), served.tokenizer)
     writer.put(torch.tensor([[5]]))
@@ -726,7 +726,7 @@ def test_a_call_that_is_none_is_text(served: Served) -> None:
     assert "".join(told.text for told in job.told) == "a = x["
 
 
-def test_where_transformers_has_no_parser_text_is_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_a_parser_are_plain_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
     assert private_api.response_parser(served.tokenizer, served.target, [5], None) is None
     assert served.asked(max_tokens=9).choices[0].text == served.plain(PROMPT, 9)
@@ -737,7 +737,7 @@ def test_completions_are_not_parsed(served: Served, monkeypatch: pytest.MonkeyPa
     assert served.asked(max_tokens=9).choices[0].text == served.plain(PROMPT, 9)
 
 
-def test_calls_of_tools_are_told_when_they_are_whole() -> None:
+def test_a_tool_call_is_sent_only_when_it_is_whole() -> None:
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     events = [
         {"type": "region_open", "field": "tool_calls"},
@@ -757,13 +757,13 @@ def test_a_stop_text_ends_an_answer_wherever_its_tokens_end(served: Served) -> N
         assert served.asked(max_tokens=60, **settings).choices[0].text == expected
 
 
-def test_what_heads_cannot_do_is_refused_before_a_stream_begins(served: Served) -> None:
+def test_beam_search_is_refused_before_a_stream_begins(served: Served) -> None:
     settings = {"generation_config": json.dumps({"num_beams": 4, "max_new_tokens": 4})}
     with pytest.raises(openai.BadRequestError, match="num_beams"):
         served.asked(stream=True, extra_body=settings)
 
 
-def test_another_model_is_refused(served: Served) -> None:
+def test_a_request_for_another_model_is_refused(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="pinned to 'tiny'"):
         served.client.completions.create(model="org/another", prompt=PROMPT)
 
@@ -797,7 +797,7 @@ class Eager:
         return SimpleNamespace(hear=lambda *_: None, remember=lambda *_: None, end=lambda *_: None)
 
 
-def test_learning_ends_for_a_request_and_for_the_end(folder: Path) -> None:
+def test_learning_pauses_for_requests_and_stops_with_the_server(folder: Path) -> None:
     target, tokenizer, heads = parts_of(folder)
     heads.learner = eager = Eager()
     with running(serving.make_app(target, tokenizer, heads, NAME)) as port:
@@ -827,7 +827,7 @@ def test_heads_learn_between_requests(folder: Path, tmp_path: Path, monkeypatch:
     assert CloverHeads.from_pretrained(tmp_path).config.num_heads == 3
 
 
-def test_the_command_learns_where_it_is_asked_to(
+def test_serve_with_learn_serves_heads_that_learn(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     seen: list[tuple] = []
@@ -858,7 +858,7 @@ def test_the_command_serves_the_target_with_its_heads(
     assert "/v1/chat/completions" in {route.path for route in app.routes}
 
 
-def test_the_command_remembers_texts_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_serve_with_remember_gives_the_heads_a_text_memory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     served: list[CloverHeads] = []
     monkeypatch.setattr(serving, "serve", lambda target, tokenizer, heads, *_, **__: served.append(heads))
     models = ["--target", str(folder / "target"), "--heads", str(folder / "heads")]
@@ -868,7 +868,7 @@ def test_the_command_remembers_texts_where_it_is_asked_to(monkeypatch: pytest.Mo
     assert served[1].text_memory.most_tokens == 100
 
 
-def test_the_command_takes_a_key_from_its_words_or_its_environment(
+def test_serve_takes_the_key_from_its_options_or_the_environment(
     monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options: list[dict[str, Any]] = []
@@ -898,7 +898,7 @@ def test_continuous_batching_is_refused_with_the_reason(
     assert "takes one token a row and step" in capsys.readouterr().err
 
 
-def test_without_heads_there_is_another_command(
+def test_serve_without_heads_names_transformers_serve(
     monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "--target", str(folder / "target")) == 2
@@ -913,7 +913,7 @@ def test_a_missing_extra_is_named(
     assert "pip install 'hf-clover[serve]'" in capsys.readouterr().err
 
 
-def test_the_command_is_described(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_of_serve_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--help") == 0
     assert "Example: hf-clover serve" in capsys.readouterr().out
     assert command.serve.__doc__

@@ -55,7 +55,7 @@ def on_disk(folder: Path, *elsewhere: str) -> Any:
     [("model.layers.1",), ("model.norm", "lm_head"), ("model.embed_tokens", "model.layers.0"), PARTS[:-1]],
     ids=["a layer", "the end", "the beginning", "all but the end"],
 )
-def test_parts_on_the_disk(elsewhere: tuple[str, ...], options: dict, folder: Path, target: Any) -> None:
+def test_parts_on_disk_give_plain_tokens(elsewhere: tuple[str, ...], options: dict, folder: Path, target: Any) -> None:
     spread = on_disk(folder, *elsewhere)
     assert any(parameter.is_meta for parameter in spread.parameters())
     heads = CloverHeads.from_pretrained(folder / "heads")
@@ -65,7 +65,7 @@ def test_parts_on_the_disk(elsewhere: tuple[str, ...], options: dict, folder: Pa
     assert out.speculation.accepted_tokens > 2
 
 
-def test_a_padded_batch(folder: Path, target: Any) -> None:
+def test_a_padded_batch_equals_plain_with_parts_on_disk(folder: Path, target: Any) -> None:
     texts = (PROMPT, "a", "for x in")
     heads = CloverHeads.from_pretrained(folder / "heads")
     plain, out = said(target, None, texts), said(on_disk(folder, "model.layers.0", "lm_head"), heads, texts)
@@ -73,7 +73,7 @@ def test_a_padded_batch(folder: Path, target: Any) -> None:
     assert out.speculation.accepted_tokens > 2
 
 
-def test_what_is_kept_elsewhere_is_lent_whole(folder: Path, target: Any) -> None:
+def test_heads_borrow_offloaded_parts_as_whole_copies(folder: Path, target: Any) -> None:
     heads = CloverHeads.from_pretrained(folder / "heads")
     spread = on_disk(folder, "model.norm", "lm_head")
     heads.bind(spread)
@@ -90,21 +90,21 @@ def test_what_is_kept_elsewhere_is_lent_whole(folder: Path, target: Any) -> None
     assert heads.borrowed.lm_head is lent  # not fetched again
 
 
-def test_what_is_here_is_not_copied(folder: Path, target: Any) -> None:
+def test_heads_borrow_parts_on_their_device_without_a_copy(folder: Path, target: Any) -> None:
     heads = CloverHeads.from_pretrained(folder / "heads")
     heads.bind(target)
     assert heads.borrowed.lm_head is target.lm_head
     assert heads.borrowed.norm is target.model.norm
 
 
-def test_a_draft_vocabulary_over_an_lm_head_elsewhere(folder: Path, target: Any) -> None:
+def test_a_draft_vocabulary_works_over_an_offloaded_lm_head(folder: Path, target: Any) -> None:
     heads = CloverHeads.from_target(target, num_heads=3, draft_vocab_size=20)
     plain, out = said(target, None), said(on_disk(folder, "lm_head"), heads)
     assert out.sequences.tolist() == plain.sequences.tolist()
     assert torch.equal(heads.borrowed.draft_rows[0], target.lm_head.weight[:20])
 
 
-def test_weights_in_memory_that_are_brought_for_every_forward(folder: Path, target: Any) -> None:
+def test_tokens_equal_plain_with_weights_offloaded_to_memory(folder: Path, target: Any) -> None:
     spread = cpu_offload(AutoModelForCausalLM.from_pretrained(folder / "target"), execution_device=torch.device("cpu"))
     spread.hf_device_map = {"": "cpu"}
     heads = CloverHeads.from_pretrained(folder / "heads")
@@ -113,7 +113,7 @@ def test_weights_in_memory_that_are_brought_for_every_forward(folder: Path, targ
     assert out.speculation.accepted_tokens > 2
 
 
-def test_dispatched_without_offloading(folder: Path, target: Any) -> None:
+def test_tokens_equal_plain_for_a_target_dispatched_without_offloading(folder: Path, target: Any) -> None:
     spread = AutoModelForCausalLM.from_pretrained(folder / "target")
     spread = dispatch_model(spread, dict.fromkeys(PARTS, "cpu"), main_device="cpu", force_hooks=True)
     heads = CloverHeads.from_pretrained(folder / "heads")

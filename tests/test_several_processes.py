@@ -58,12 +58,12 @@ def test_tensor_parallel_gives_the_tokens_of_one_process(name, ranks, target):
     assert first["sizes"] == second["sizes"]
 
 
-def test_the_target_was_divided(ranks, target):
+def test_every_process_holds_half_of_the_target(ranks, target):
     whole = target.model.layers[0].self_attn.k_proj.weight.shape[0]
     assert [rank["tensor parallel"]["local heads"] for rank in ranks] == [whole // 2] * 2
 
 
-def test_the_automatic_budget_is_the_first_processs(ranks, target):
+def test_all_processes_follow_the_first_ones_automatic_budget(ranks, target):
     first, second = (rank["tensor parallel"]["automatic"] for rank in ranks)
     plain = said(target, None, prompts(TEXTS[0]), **{**SAMPLED, "max_new_tokens": 60})
     assert first["sizes"] == second["sizes"]
@@ -71,13 +71,13 @@ def test_the_automatic_budget_is_the_first_processs(ranks, target):
     assert first["tokens"] == second["tokens"] == plain["tokens"]
 
 
-def test_the_random_numbers_are_the_first_processs(ranks, target):
+def test_all_processes_use_the_first_ones_random_numbers(ranks, target):
     first, second = (rank["tensor parallel"]["other seed"] for rank in ranks)
     plain = said(target, None, prompts(TEXTS[0]), **SAMPLED)
     assert first["tokens"] == second["tokens"] == plain["tokens"]
 
 
-def test_heads_are_not_made_of_parts(ranks):
+def test_making_heads_from_a_divided_target_is_refused(ranks):
     for rank in ranks:
         assert "is divided among processes" in rank["tensor parallel"]["from target"]
 
@@ -100,7 +100,7 @@ def test_processes_with_texts_of_different_lengths_end_together(name, cases, ran
     assert steps[0] != steps[1]  # one of them kept the other company
 
 
-def test_rows_that_end_apart_are_made_even_while_the_other_process_waits(ranks):
+def test_the_uneven_case_has_rows_that_end_far_apart(ranks):
     end = UNEVEN[0][1]["eos_token_id"]
     ends = [row.index(end, -24) for row in ranks[0]["sharded"]["uneven"]["tokens"]]
     assert ends[0] > ends[1] + 8

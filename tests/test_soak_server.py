@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long("hf_clover/apps", "tests/soak_server.py")
 JSON, STREAM = "application/json", "text/event-stream"
 
 
-def test_a_slice(request):
+def test_random_attacks_find_no_fault(request):
     """`python tests/soak_server.py` runs for longer."""
     found = soak_server.soak(iter(range(90_000, 91_000)), count=300 if request.config.option.all else 60)
     assert found.faults == []
@@ -39,17 +39,17 @@ def test_a_slice(request):
         (200, STREAM, b'data: {"error": {}}\n\n', "an error in a stream"),
     ],
 )
-def test_a_fault_is_found(status, kind, content, fault):
+def test_a_wrong_answer_is_judged_a_fault(status, kind, content, fault):
     content = content if isinstance(content, bytes) else content.encode()
     assert fault in judge(Attack(0, "seeded", wanted="x"), status, kind, content, {"x": "a"})
 
 
-def test_a_right_answer_is_none():
+def test_a_right_answer_is_no_fault():
     attack, texts = Attack(0, "seeded", wanted="x"), {"x": "a"}
     assert judge(attack, 200, JSON, b'{"choices": [{"text": "a"}]}', texts) is None
     assert judge(attack, 200, STREAM, b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n', texts) is None
 
 
-def test_an_attack_is_its_number():
+def test_an_attack_follows_from_its_number_and_every_kind_occurs():
     assert [draw(seed) for seed in range(200)] == [draw(seed) for seed in range(200)]
     assert {draw(seed).kind for seed in range(500)} == {*soak_server.WEIGHTS}

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.data())
-def test_the_static_cache_is_a_list_of_lists(data):
-    """As `test_cache.py` has it for the growing one; what a commit moves is there after a forward or in an export."""
+def test_the_static_cache_holds_what_a_list_of_lists_holds(data):
+    """As in `test_cache.py` for the growing cache. What a commit moves is in place after a forward or in an export."""
     batch = data.draw(st.integers(1, 3))
     cache, model = StaticTreeCache(2, batch, 512, Graphs(torch.device("cpu"), "Forwards")), Model(batch)
     fill(cache, model, data.draw(st.integers(1, 6)))
@@ -51,7 +51,7 @@ def test_the_static_cache_is_a_list_of_lists(data):
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(st.data())
-def test_rows_that_leave_and_a_text_that_outgrows_it(data):
+def test_the_static_cache_is_right_after_rows_leave_and_texts_outgrow_it(data):
     batch = data.draw(st.integers(2, 5))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(static, "LEAST_COLUMNS", 8)
@@ -80,7 +80,7 @@ def test_rows_that_leave_and_a_text_that_outgrows_it(data):
         assert_holds(cache, model)
 
 
-def test_how_large_it_begins():
+def test_the_first_capacity_follows_from_prompt_and_longest_text():
     """Room for as much again as the prompt, or for a thousand tokens; never more than the text can have."""
     assert first_capacity(100, 132) == 512, "a short answer pays for no long one"
     assert first_capacity(100, 32_000) == 2048
@@ -113,7 +113,7 @@ def test_a_cache_is_lent_to_one_call_at_a_time():
     assert gone() is None, "nothing outlives the target"
 
 
-def test_an_aborted_call_leaves_no_numbers_behind():
+def test_an_aborted_call_leaves_no_nan_in_the_cache():
     target = target_of("llama")
     cache, model = take_cache(target, 2, 1, 512, Graphs(CPU, "Forwards")), Model(1)
     fill(cache, model, 3)

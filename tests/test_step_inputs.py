@@ -55,7 +55,7 @@ TYPED = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", TYPED)
-def test_new_tokens_have_the_type_of_the_prompts_last(name, shape):
+def test_new_tokens_have_the_type_of_the_prompts_last_token(name, shape):
     target, inputs = TYPED[name](), ragged_batch(VOCABULARY, SHAPES[shape])
     types = torch.zeros_like(inputs["input_ids"])
     types[:, -2:] = torch.arange(1, len(types) + 1)[:, None].clamp(max=2)
@@ -156,7 +156,7 @@ def of_class(kind):
 @pytest.mark.parametrize(
     ("kind", "method"), [(ByColumn, "chain"), (ByStep, "plain"), (ByCaller, "chain"), (Constant, "tree")]
 )
-def test_inputs_that_a_class_makes_for_its_steps(kind, method, shape):
+def test_inputs_that_differ_from_step_to_step_exclude_trees(kind, method, shape):
     target, inputs = of_class(kind), ragged_batch(VOCABULARY, SHAPES[shape])
     if kind is ByCaller:
         without, ours = both(target, inputs)
@@ -172,7 +172,7 @@ def test_inputs_that_a_class_makes_for_its_steps(kind, method, shape):
     assert method == "plain" or ours.speculation.accepted_tokens > NEW // 3
 
 
-def test_positions_that_a_class_makes_by_itself():
+def test_positions_that_a_class_makes_by_itself_exclude_trees():
     class Slow(LlamaForCausalLM):
         def prepare_inputs_for_generation(self, input_ids, **kwargs):
             made = super().prepare_inputs_for_generation(input_ids=input_ids, **kwargs)
@@ -185,7 +185,7 @@ def test_positions_that_a_class_makes_by_itself():
     assert ours.speculation.method != "tree"
 
 
-def test_a_class_that_wants_all_that_plain_generate_passes_on():
+def test_a_class_with_a_strict_update_of_kwargs_still_drafts_trees():
     """As mllama's does."""
 
     class Strict(LlamaForCausalLM):

@@ -121,7 +121,7 @@ def test_each_call_that_could_have_heads_is_paired(checkout):
     assert code == 0
 
 
-def test_faults_are_found_and_come_again(checkout):
+def test_faults_are_found_and_repeat_by_name(checkout):
     code, said = play(checkout, "-k", "wrong or other")
     assert code == 1
     assert re.search(r"FAULT: call 1 of \S+::test_generate_with_keys_in_wrong_places: tokens .* instead of", said)
@@ -132,7 +132,7 @@ def test_faults_are_found_and_come_again(checkout):
     assert fault in play(checkout, "--test", test)[1], "from its name alone"
 
 
-def test_nothing_accepted_proves_nothing(checkout):
+def test_a_run_without_accepted_drafts_fails(checkout):
     code, said = play(checkout, "-k", "beam", PYTEST_ADDOPTS="--since=never")  # .ci/run's, which no checkout knows
     assert "alone 1 times: `num_beams=2`" in said
     assert (code, said.splitlines()[-1]) == (1, "No draft was accepted: a test that accepts nothing proves nothing.")

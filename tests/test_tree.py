@@ -127,7 +127,7 @@ def growers(draw):
 # ---------------------------------------------------------------------- the paper's example
 
 
-def test_the_papers_worked_example():
+def test_levels_give_the_tree_of_the_papers_example():
     """PAPERS.md: budget 4; a .5 and b .3 stay, then a1 (joint .40) and b1 (.09), and the budget is used up."""
     vocabulary = 40
     a, b, one, two = 0, 1, 7, 9
@@ -157,7 +157,7 @@ def test_the_papers_worked_example():
 
 @steady
 @given(seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 60), st.integers(1, 2))
-def test_global_is_the_best_of_all_paths(seed, vocabulary, depth, nodes, batch):
+def test_a_global_tree_holds_the_best_of_all_paths(seed, vocabulary, depth, nodes, batch):
     table = Table(seed, vocabulary, range(batch))
     tree = grow_global(table, table.root, nodes, depth, beam_width=WIDE, top_k=WIDE)
     assert_is_tree(tree, table, nodes)
@@ -173,7 +173,7 @@ def test_global_is_the_best_of_all_paths(seed, vocabulary, depth, nodes, batch):
 
 @steady
 @given(seeds, st.integers(2, 6), st.integers(1, 4), st.integers(1, 20), st.integers(1, 4), st.integers(1, 4))
-def test_global_with_a_narrow_beam(seed, vocabulary, depth, nodes, beam_width, top_k):
+def test_a_global_tree_with_a_narrow_beam_equals_a_beam_search(seed, vocabulary, depth, nodes, beam_width, top_k):
     """A beam search in plain python: k best children of the W best nodes of a level, then the best of all."""
     table = Table(seed, vocabulary, [0])
     tree = grow_global(table, table.root, nodes, depth, beam_width, top_k)
@@ -191,7 +191,7 @@ def test_global_with_a_narrow_beam(seed, vocabulary, depth, nodes, beam_width, t
     assert nodes_of(tree, 0) == pytest.approx(best, abs=1e-5)
 
 
-def test_levels_against_the_papers_rules():
+def test_levels_follow_the_papers_three_rules():
     """PAPERS.md's three rules in plain python, with transformers' own warpers at each node."""
     kept_sizes, unspent = Counter(), 0
 
@@ -256,7 +256,7 @@ def test_levels_stop_when_the_budget_is_used_up():
 
 @steady
 @given(seeds, st.integers(2, 8), st.integers(1, 6), st.integers(1, 8), st.integers(1, 3))
-def test_chain_is_the_greedy_path(seed, vocabulary, depth, nodes, batch):
+def test_a_chain_is_the_greedy_path(seed, vocabulary, depth, nodes, batch):
     table = Table(seed, vocabulary, range(batch))
     tree = grow_chain(table, table.root, nodes, depth)
     assert_is_tree(tree, table, nodes)
@@ -274,7 +274,7 @@ def test_chain_is_the_greedy_path(seed, vocabulary, depth, nodes, batch):
 # ---------------------------------------------------------------------- what holds for any scores
 
 
-def test_any_scores_give_a_tree():
+def test_any_scores_give_a_valid_tree():
     """Ties, impossible tokens, infinities and NaN: still a tree, of nodes that are possible."""
     found = Counter()
 
@@ -333,7 +333,7 @@ def test_broken_scores_in_one_row_leave_the_other_alone(value, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("peak", [0.0, 4.0, 17.3])
-def test_scores_in_half_precision(dtype, peak):
+def test_joint_probabilities_of_half_precision_scores_are_in_float32(dtype, peak):
     """Joint probabilities are in single precision, and a nearly certain child is not above its parent."""
     logits = torch.randn(50) * 0.5
     logits[3] += peak
@@ -354,7 +354,7 @@ def test_scores_in_half_precision(dtype, peak):
 
 @steady
 @given(growers(), seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 20), st.integers(2, 4))
-def test_rows_are_independent(grow, seed, vocabulary, depth, nodes, batch):
+def test_the_tree_of_a_row_does_not_depend_on_other_rows(grow, seed, vocabulary, depth, nodes, batch):
     """A row's tree is the same alone, in a batch, and at another place of the batch."""
     table = Table(seed, vocabulary, list(range(batch)))
     together = grow(table, table.root, nodes, depth)
@@ -370,7 +370,7 @@ def test_rows_are_independent(grow, seed, vocabulary, depth, nodes, batch):
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 5, 12, 38, 39, 40, 100])
-def test_budgets(nodes):
+def test_a_tree_has_as_many_nodes_as_asked_while_there_are_paths(nodes):
     """Vocabulary 3, depth 3: there are 39 paths, and the budget is met exactly as long as there are."""
     table = Table(3, 3, [0, 1])
     tree = grow_global(table, table.root, nodes, 3, beam_width=WIDE, top_k=WIDE)
@@ -423,7 +423,7 @@ def test_a_draft_vocabulary_only_renames(grow, seed, size, depth, nodes):
 
 @settings(steady, max_examples=200)
 @given(growers(), seeds, st.integers(2, 4), st.integers(1, 5), st.integers(1, 25), st.booleans())
-def test_ancestors(grow, seed, vocabulary, depth, nodes, odd):
+def test_ancestors_are_all_nodes_up_to_the_root(grow, seed, vocabulary, depth, nodes, odd):
     table = Table(seed, vocabulary, [0, 1, 2], odd=odd)
     tree = grow(table, table.root, nodes, depth)
     expected = torch.zeros(3, tree.size, tree.size, dtype=torch.bool)
@@ -437,7 +437,7 @@ def test_ancestors(grow, seed, vocabulary, depth, nodes, odd):
     assert torch.equal(tree.ancestors(), expected)
 
 
-def test_chain_of_and_root_only():
+def test_chain_of_and_root_only_make_chains_of_their_tokens():
     tokens = torch.tensor([[5, 3, 3, 1], [2, 0, 7, 7]])
     tree = chain_of(tokens)
     assert torch.equal(tree.tokens, tokens)
@@ -456,7 +456,7 @@ def test_chain_of_and_root_only():
 
 @steady
 @given(growers(), seeds, st.integers(1, 10), st.lists(st.booleans(), min_size=3, max_size=3))
-def test_with_chain(grow, seed, nodes, chosen):
+def test_with_chain_replaces_the_chosen_rows_by_chains(grow, seed, nodes, chosen):
     """The chosen rows are a chain of the padding token under their own root; the others are as they were."""
     table = Table(seed, 4, [0, 1, 2], odd=True)
     tree = grow(table, table.root, nodes, 3)
@@ -478,7 +478,7 @@ def test_with_chain(grow, seed, nodes, chosen):
     assert all(torch.equal(old, new) for old, new in zip(before, after)), "the tree given is left alone"
 
 
-def test_to_another_device():
+def test_a_tree_moves_to_another_device_with_its_tensors():
     tree = chain_of(torch.tensor([[1, 2]]))
     assert tree.to(torch.device("cpu")) is tree
     moved = tree.to(torch.device("meta"))
@@ -489,7 +489,7 @@ def test_to_another_device():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("shape", ["global", "levels", "chain"])
 def test_a_row_whose_deeper_heads_give_no_numbers_has_no_valid_node(shape, value):
-    """They are not to be believed at the first level either; the walk sees it and turns drafting off."""
+    """Such heads are not trusted at the first level either; the walk notices them and turns drafting off."""
 
     def expand(level, chosen, tokens):
         logits = torch.randn(2, tokens.shape[1], 9, generator=torch.Generator().manual_seed(level))

@@ -35,14 +35,14 @@ def item(sets, path, *about, is_long=True):
         (["tests/conftest.py"], True),
     ],
 )
-def test_a_test_of_the_long_set_runs_where_what_it_is_about_has_changed(sets, changed, runs):
+def test_a_long_test_runs_where_a_file_it_is_about_has_changed(sets, changed, runs):
     """Its own file, helpers that it imports, and what concerns all tests count too."""
     assert sets._is_for(item(sets, "tests/test_serving.py", "hf_clover/hub", "hub_cards"), changed) is runs
     assert sets._is_for(item(sets, "tests/test_serving.py", is_long=False), changed)
 
 
-def test_new_figures_are_for_the_tests_that_read_them(sets):
-    """Not for those of the scripts that made them."""
+def test_new_figures_run_only_tests_that_name_them(sets):
+    """Tests of the scripts that made the figures do not run."""
     about_all, about_one = ("examples/experiments",), ("examples/smollm2", f"{sets.FIGURES}smollm2.json")
     changed = [f"{sets.FIGURES}smollm2.json", f"{sets.FIGURES}smollm2.md"]
     assert not sets._is_for(item(sets, "tests/test_experiments.py", *about_all), changed)
@@ -51,7 +51,7 @@ def test_new_figures_are_for_the_tests_that_read_them(sets):
     assert not sets._is_for(item(sets, "tests/test_smollm2.py", *about_one), changed[1:])
 
 
-def test_what_was_moved_has_changed_in_both_places(sets, tmp_path, monkeypatch):
+def test_a_moved_file_counts_as_changed_in_both_places(sets, tmp_path, monkeypatch):
     def git(*words):
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
         return subprocess.run(("git", *who, *words), cwd=tmp_path, check=True, capture_output=True, text=True).stdout
@@ -72,7 +72,7 @@ def test_what_was_moved_has_changed_in_both_places(sets, tmp_path, monkeypatch):
         sets._changed_since("no-such-commit")
 
 
-def test_every_path_that_a_mark_names_is_there(sets):
+def test_every_path_that_a_mark_names_exists(sets):
     """A mark with a path that was moved would never be run for a change."""
     named = 0
     for file in (sets.ROOT / "tests").rglob("test_*.py"):
@@ -85,8 +85,8 @@ def test_every_path_that_a_mark_names_is_there(sets):
     assert named > 50
 
 
-def test_the_tests_that_ci_names_are_there(sets):
-    """Those for the oldest versions, where pytest would say so after many minutes."""
+def test_the_tests_that_ci_names_exist(sets):
+    """They run with the oldest versions, where pytest would notice a wrong name only after many minutes."""
     named = re.findall(r"(tests/\S+\.py)::(\w+)", (sets.ROOT / ".ci" / "run").read_text())
     assert len(named) >= 2
     for file, test in named:

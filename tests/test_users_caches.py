@@ -56,7 +56,7 @@ MADE = {
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4", "bloom", "gpt_neo", "lfm2", "llama4_tuned"])
-def test_what_comes_back(name, made, records, shape):
+def test_a_users_cache_comes_back_as_plain_generate_leaves_it(name, made, records, shape):
     if name == "lfm2" and made == "without":
         pytest.skip("plain generate needs a config for its states")
     target = build(name, vocab_size=VOCABULARY)
@@ -91,7 +91,7 @@ def test_what_comes_back(name, made, records, shape):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.parametrize("change", ["repeat", "select"])
-def test_another_batch_from_turn_to_turn(name, change):
+def test_rows_may_be_repeated_or_selected_between_turns(name, change):
     target = build(name, vocab_size=VOCABULARY)
     heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, SHAPES["ragged"])
     ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], DynamicCache(config=target.config)
@@ -113,7 +113,7 @@ def test_another_batch_from_turn_to_turn(name, change):
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "llama"])
 def test_the_first_call_with_heads_may_come_in_the_middle_of_a_conversation(name):
-    """It tries the target out, and RecurrentGemma keeps what was said in its own modules."""
+    """The first call tries the target out, and RecurrentGemma keeps the text in its own modules."""
     said = []
     for with_heads in (False, True):
         target = build(name, vocab_size=VOCABULARY)  # of which nothing is known yet

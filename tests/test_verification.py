@@ -59,7 +59,7 @@ def test_every_setting_has_a_row(target, heads):
 
 
 @pytest.mark.parametrize("kind", [CloverHeads, Eagle3Heads])
-def test_drafts_by_place_are_those_of_chains(target, kind):
+def test_drafts_by_place_equal_those_of_chains_drafted_one_by_one(target, kind):
     """Counted in the texts, and by drafting a chain behind each of their tokens."""
     options = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
     texts = [target.generate(torch.tensor([prompt]), **options)[0] for prompt in PROMPTS]
@@ -85,7 +85,7 @@ def test_drafts_by_place_are_those_of_chains(target, kind):
     assert result["drafts_by_place"] == [{"asked": a, "right": r} for a, r in zip(asked, right)]
 
 
-def test_what_comes_behind_the_end_of_an_answer_is_not_counted(target, heads, monkeypatch):
+def test_drafts_behind_the_end_of_an_answer_are_not_counted(target, heads, monkeypatch):
     plain = target.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
     end = plain[len(PROMPTS[0]) + 2].item()
     monkeypatch.setattr(target.generation_config, "eos_token_id", [end])
@@ -97,7 +97,7 @@ def test_what_comes_behind_the_end_of_an_answer_is_not_counted(target, heads, mo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_half_precision_is_the_same_or_rounding(name, dtype):
+def test_half_precision_gives_identical_tokens_or_rounding(name, dtype):
     target = build(name, vocab_size=VOCABULARY, dtype=dtype)
     result = check(target, CloverHeads.from_target(target), trees=("global", "levels"))
     assert result["verdict"] in (IDENTICAL, NUMERICS), list(verification.report_of(result))
@@ -125,7 +125,7 @@ def test_a_mask_that_shows_other_branches_is_found(target, heads, monkeypatch):
     assert check(target, heads)["verdict"] == BUG
 
 
-def test_a_run_in_which_nothing_was_drafted_says_so(target, monkeypatch):
+def test_a_run_without_accepted_drafts_says_so(target, monkeypatch):
     heads = CloverHeads.from_target(target)
     with torch.no_grad():
         heads.head_norm.weight.fill_(float("nan"))
@@ -154,7 +154,7 @@ def with_runner_up(target, batch, options, plain, row, step):
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}])
-def test_the_margin_is_of_plain_generates_own_scores(target, options):
+def test_the_margin_of_a_difference_is_that_of_plain_generates_scores(target, options):
     batch, options, plain = plain_of(target, **options)
     for row, step in ((0, 0), (1, 3), (0, 11)):
         other, margin = with_runner_up(target, batch, options, plain, row, step)
@@ -165,7 +165,7 @@ def test_the_margin_is_of_plain_generates_own_scores(target, options):
     assert explain(target, batch, plain, plain, options) == []
 
 
-def test_two_tokens_that_are_equally_good_are_rounding():
+def test_a_choice_between_two_equally_good_tokens_counts_as_rounding():
     target = build("llama", vocab_size=VOCABULARY)
     batch, options, plain = plain_of(target)
     token = int(plain[0, -1])
@@ -193,7 +193,7 @@ def test_a_text_that_ends_elsewhere_is_a_bug(target):
     assert explain(target, batch, plain, longer, options)[0].verdict == BUG
 
 
-def test_a_target_that_does_not_repeat_itself_is_no_evidence(target):
+def test_a_target_that_does_not_repeat_itself_is_no_evidence_of_a_bug(target):
     batch, options, plain = plain_of(target)
     another = plain.clone()
     another[0, 12] = (another[0, 12] + 1) % VOCABULARY
@@ -201,7 +201,7 @@ def test_a_target_that_does_not_repeat_itself_is_no_evidence(target):
     assert (found.verdict, found.margin) == (NUMERICS, None)
 
 
-def test_a_target_whose_scores_are_nan_chooses_nothing(target):
+def test_differences_of_a_target_with_nan_scores_are_no_bug(target):
     with torch.no_grad():
         target.lm_head.weight.fill_(torch.nan)
     batch, options, plain = plain_of(target)
@@ -211,7 +211,7 @@ def test_a_target_whose_scores_are_nan_chooses_nothing(target):
     assert (found.verdict, found.margin) == (NUMERICS, None)
 
 
-def test_rounding_is_measured_on_the_target():
+def test_measured_rounding_grows_as_the_targets_precision_falls():
     text = ragged_batch(VOCABULARY, (20,))["input_ids"][0]
     rounding = {
         dtype: rounding_after(build("llama", vocab_size=VOCABULARY, dtype=dtype), text)
@@ -223,7 +223,7 @@ def test_rounding_is_measured_on_the_target():
     assert 0 < rounding_after(build("llama", vocab_size=VOCABULARY), text[:1]) < 1e-4, "one token has only its dtype"
 
 
-def test_a_target_that_reads_several_tokens_another_way_gets_no_credit():
+def test_large_errors_of_multi_token_forwards_do_not_count_as_rounding():
     """What is not small against the spread of the logits is no rounding, however often it happens."""
     target = build("llama", vocab_size=VOCABULARY)
     text = ragged_batch(VOCABULARY, (20,))["input_ids"][0]
@@ -251,7 +251,7 @@ def prompts(tmp_path):
     return ["--prompts", str(path)]
 
 
-def test_the_command(run, models, prompts):  # noqa: F811
+def test_verify_prints_a_row_for_each_setting_and_its_verdict(run, models, prompts):  # noqa: F811
     said = run("verify", *models, *prompts, *SHORT)
     assert (said.code, len(said.out.splitlines())) == (0, 4)
     assert said.out.startswith("batch 1, 8 nodes, global tree: 2 identical, ")
@@ -261,12 +261,12 @@ def test_the_command(run, models, prompts):  # noqa: F811
     assert result["rows"][0]["accepted_tokens"] > 0
 
 
-def test_the_help_has_an_example():
+def test_the_help_of_verify_has_an_example():
     said = " ".join(CliRunner().invoke(cli.app, ["verify", "--help"]).output.split())
     assert "Example: hf-clover verify" in said
 
 
-def test_a_bug_is_exit_code_1(run, models, prompts, monkeypatch):  # noqa: F811
+def test_verify_exits_with_1_after_a_bug(run, models, prompts, monkeypatch):  # noqa: F811
     monkeypatch.setattr(Tree, "ancestors", every_earlier_node)
     monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)
     said = run("verify", *models, *prompts, *SHORT, "--max-new-tokens", "40", "--json")
@@ -282,13 +282,13 @@ def test_a_bug_is_exit_code_1(run, models, prompts, monkeypatch):  # noqa: F811
         (["--nodes", "few"], "`--nodes few` is no tree size"),
     ],
 )
-def test_wrong_arguments(run, words, message):  # noqa: F811
+def test_wrong_arguments_of_verify_are_refused(run, words, message):  # noqa: F811
     said = run("verify", *words)
     assert (said.code, said.out) == (2, "")
     assert message in said.err
 
 
-def test_without_heads_there_is_nothing_to_verify(run, models):  # noqa: F811
+def test_verify_without_heads_is_refused(run, models):  # noqa: F811
     said = run("verify", *models[:2])
     assert (said.code, said.out) == (2, "")
     assert "there are no heads to verify: pass `--heads`" in said.err

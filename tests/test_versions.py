@@ -50,7 +50,7 @@ def test_a_version_too_old_is_refused_with_the_way_out(package, found, monkeypat
     ("package", "found"),
     [("transformers", "5.25.0.dev0"), ("transformers", "5.103.2"), ("transformers", "6.0.0"), ("torch", "3.1.0")],
 )
-def test_a_version_nobody_tried_is_warned_of(package, found, monkeypatch):
+def test_an_untried_version_gives_one_warning(package, found, monkeypatch):
     pretend(monkeypatch, **{package: found})
     message = (
         rf"not been tried with {package} .*{package} {found} is installed.*`hf-clover env`.*`pip install \"{package}>="
@@ -69,14 +69,14 @@ def test_a_version_nobody_tried_is_warned_of(package, found, monkeypatch):
         {"transformers": "5.24.9", "torch": "unknown"},
     ],
 )
-def test_other_versions_say_nothing(found, monkeypatch):
+def test_supported_versions_give_no_warning(found, monkeypatch):
     pretend(monkeypatch, **found)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _versions.check_versions()
 
 
-def test_a_package_that_is_not_installed_is_left_to_its_own_import(monkeypatch):
+def test_a_missing_package_passes_the_version_check(monkeypatch):
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -85,8 +85,8 @@ def test_a_package_that_is_not_installed_is_left_to_its_own_import(monkeypatch):
     assert _versions.installed_version("torch") is None
 
 
-def test_import_is_where_it_is_said():
-    """In a process of its own, where only the version's text is another."""
+def test_importing_the_package_checks_versions_without_importing_torch():
+    """In a process of its own, in which only the version's text is changed."""
     script = """
 import importlib.metadata as metadata
 real = metadata.version
@@ -108,7 +108,7 @@ print("torch" in sys.modules)
     assert (has_torch, has_torch_too) == ("False", "False")
 
 
-def test_floors_and_caps_are_those_of_the_package():
+def test_supported_versions_are_those_of_setup_cfg():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     required = setup["options"]["install_requires"].split()
@@ -116,8 +116,8 @@ def test_floors_and_caps_are_those_of_the_package():
     assert {*_versions.SUPPORTED} == {"torch", "transformers"}
 
 
-def test_the_exact_set_is_within_the_caps():
-    """Of each package that setup.cfg caps, what the tests run with is what its cap lets in, up to the last release."""
+def test_pinned_versions_are_within_the_caps_of_setup_cfg():
+    """For each package that setup.cfg caps, the tests run with a version from its floor on and below its cap."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     named = setup["options"]["install_requires"] + setup["options.extras_require"]["train"]
@@ -128,8 +128,8 @@ def test_the_exact_set_is_within_the_caps():
         assert _versions._release(floor) <= _versions._release(pins[package]) < _versions._release(cap), package
 
 
-def test_the_oldest_set_is_at_the_floors():
-    """What CI runs as the oldest versions is what setup.cfg says will do, but for torch."""
+def test_the_oldest_versions_are_the_floors_of_setup_cfg():
+    """Except for torch, CI's oldest versions are the oldest ones that setup.cfg says will do."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
@@ -171,7 +171,7 @@ def target():
 
 
 @pytest.mark.parametrize("way", ["hook", "prompt by name", "custom_generate"])
-def test_without_a_name_generate_with_heads_is_plain_generate(way, lost, target):
+def test_heads_fall_back_to_plain_where_transformers_lacks_a_name(way, lost, target):
     inputs = ragged_batch(VOCABULARY, (5, 9, 3))
     heads, plain = CloverHeads.from_target(target), target.generate(**inputs, max_new_tokens=NEW)
     ids = inputs.pop("input_ids") if way == "hook" else None
@@ -189,7 +189,7 @@ def test_without_a_name_generate_with_heads_is_plain_generate(way, lost, target)
     assert not hook.is_installed()
 
 
-def test_without_a_name_other_calls_are_transformers_own(lost, target):
+def test_other_calls_are_unchanged_where_transformers_lacks_a_name(lost, target):
     ids = torch.tensor([[1, 2, 3]])
     plain = target.generate(ids, max_new_tokens=NEW)
     assert torch.equal(target.generate(ids, max_new_tokens=NEW, assistant_model=target), plain)
@@ -227,8 +227,8 @@ MISUNDERSTOOD = (
 )
 
 
-def test_a_version_that_is_not_understood_is_blamed_itself(renamed):
-    """And not the target, whose text is plain generate's all the same."""
+def test_a_warning_blames_the_version_where_no_llama_verifies_trees(renamed):
+    """It does not blame the target, whose text is plain generate's all the same."""
     target = build("llama", vocab_size=VOCABULARY)
     ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
     plain = target.generate(ids, max_new_tokens=NEW)
@@ -246,7 +246,7 @@ def test_a_version_that_is_not_understood_is_blamed_itself(renamed):
     assert re.match(MISUNDERSTOOD, out.speculation.reason)
 
 
-def test_env_says_so_and_exits_with_1(renamed):
+def test_env_exits_with_1_for_a_version_that_is_not_understood(renamed):
     printed = CliRunner().invoke(cli.app, ["env"])
     assert printed.exit_code == 1
     for where in ("trees", "a batch", "a static cache"):
@@ -254,8 +254,8 @@ def test_env_says_so_and_exits_with_1(renamed):
     assert re.search(r"^- drafts in chains: yes", printed.stdout, re.MULTILINE)
 
 
-def test_a_target_of_its_own_kind_is_blamed_itself(target, monkeypatch):
-    """Where a made-up Llama verifies trees, the reason is the target's, and names it."""
+def test_a_warning_blames_the_target_where_another_llama_verifies_trees(target, monkeypatch):
+    """Where a Llama that is made on the spot verifies trees, the warning names the target."""
     theirs = type(target).forward
     Odd = type("Odd", (type(target),), {"forward": lambda self, *a, **k: theirs(self, *a, **k)})
     target.__class__ = Odd
@@ -271,12 +271,12 @@ def test_the_trial_of_a_version_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_nothing_is_lost_here():
+def test_the_installed_transformers_lacks_no_name():
     assert private_api.why_unavailable() is None
 
 
-def test_another_librarys_wrapper_hides_no_name(monkeypatch):
-    """One that was there before us and takes anything: its parameters tell nothing about transformers'."""
+def test_a_wrapper_of_another_library_does_not_count_as_a_missing_name(monkeypatch):
+    """The wrapper came before ours and takes any argument: its parameters say nothing about transformers'."""
     hf_clover.uninstall_hook()
     theirs = GenerationMixin._prefill
     monkeypatch.setattr(GenerationMixin, "_prefill", lambda *args, **kwargs: theirs(*args, **kwargs))

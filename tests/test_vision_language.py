@@ -102,7 +102,7 @@ def exactly(model, heads, inputs, seed=0, **options):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_text_after_an_image(name):
+def test_text_after_an_image_equals_plain_with_planted_drafts(name):
     """One row and a padded batch, greedy and sampled."""
     model = build(name)
     heads = CloverHeads.from_target(model)
@@ -115,7 +115,7 @@ def test_text_after_an_image(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_drafts_of_the_heads_own(name):
+def test_drafts_of_fitted_heads_after_an_image_are_accepted(name):
     model = build(name)
     heads = fit(CloverHeads.from_target(model), model, steps=30)
     inputs, options = prompt_of(name, (5, 9)), {"max_new_tokens": NEW, "do_sample": True, "top_k": 5}
@@ -130,7 +130,7 @@ def test_drafts_of_the_heads_own(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_question_after_an_answer(name):
+def test_a_second_turn_after_an_image_equals_plain(name):
     """The image is in the first turn; the second goes on from its cache."""
     model = build(name)
     heads, inputs = CloverHeads.from_target(model), prompt_of(name)

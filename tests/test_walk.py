@@ -164,7 +164,7 @@ def plant(rng, table, text, nodes, truth, skill):
 
 
 def score(table, tree, text, skip_finished):
-    """Logits [B, n, V] of every node; NaN wherever nobody has any business to look."""
+    """Logits [B, n, V] of every node; NaN wherever no walk may look."""
     logits = torch.full((*tree.tokens.shape, table.vocabulary), math.nan)
     for row, ids in enumerate(text.rows()):
         if skip_finished and text.finished[row]:
@@ -242,7 +242,7 @@ def walk_of_a_graph(tree, logits, text):
     return read_walk(walked[:batch], tree, logits[:batch], text)
 
 
-def test_greedy_walk_is_replay_is_plain_generate():
+def test_every_greedy_walk_gives_the_tokens_of_plain_generate():
     seen, kinds = Counter(), Counter()
 
     @settings(steady, max_examples=200)
@@ -278,8 +278,8 @@ def test_greedy_walk_is_replay_is_plain_generate():
     assert min(kinds[kind] for kind in ("ragged", "early", "full", "fewer steps")) > 10, kinds
 
 
-def test_one_walk_on_any_tree():
-    """No loop and no truth: whatever the logits, both walks agree, and each step is the argmax at its node."""
+def test_all_walks_agree_on_any_tree():
+    """For any logits, all walks agree, and each step is the argmax at its node."""
     depths = Counter()
 
     @settings(steady, max_examples=300)
@@ -331,7 +331,7 @@ def test_one_walk_on_any_tree():
 
 @pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 @pytest.mark.parametrize("room", [1, 2, 4, 6, 7, 20])
-def test_max_length_in_the_middle_of_a_walk(walk, room):
+def test_max_length_ends_a_walk_in_the_middle(walk, room):
     """A chain of six right tokens, and room for fewer: the walk stops there, and the text is finished."""
     tree = chain_of(torch.tensor([[1, 2, 3, 1, 2, 3, 1]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1, 2, 3, 1, 2]]), 4).float()
@@ -346,8 +346,8 @@ def test_max_length_in_the_middle_of_a_walk(walk, room):
 
 @pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 @pytest.mark.parametrize(("eos", "length"), [([3], 3), ([4, 3], 3), ([4], 5), ([2, 4, 3], 1), ([9, 8], 7), ([2], 1)])
-def test_several_ends_of_sequence(walk, eos, length):
-    """The first of any of them, in one criterion or several, ends the walk and is itself emitted."""
+def test_the_first_of_several_end_tokens_ends_the_walk(walk, eos, length):
+    """The end tokens are in one criterion or in several. The one that ends the walk is emitted, too."""
     tree = chain_of(torch.tensor([[1, 2, 1, 3, 1, 4, 1]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 1, 3, 1, 4, 1, 2]]), 10).float()
     several = criteria_of(50, eos[:1], *(EosTokenCriteria(eos_token_id=token) for token in eos[1:]))
@@ -487,8 +487,8 @@ def test_without_padding_finished_rows_go_on_as_in_plain_generate():
     assert sum(count for depth, count in seen.items() if depth > 0) > 20, seen
 
 
-def test_what_keeps_rows_together():
-    """Who looks at the whole batch decides; a single row is its own batch."""
+def test_rows_stay_together_where_something_looks_at_the_whole_batch():
+    """A single row is its own batch."""
     table, single = Table(0, batch=2), Table(0, batch=1)
     time = MaxTimeCriteria(100.0)
     free = start(table, config_of([1]), criteria_of(9, [1]))
@@ -539,7 +539,7 @@ def test_a_stateful_processor_is_called_once_per_token_in_order(batch, do_sample
 
 
 @pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
-def test_a_streamer_gets_vectors_in_order(walk):
+def test_a_streamer_gets_one_vector_per_token_in_order(walk):
     seen = Counter()
 
     @settings(steady, max_examples=40)
@@ -557,8 +557,8 @@ def test_a_streamer_gets_vectors_in_order(walk):
 
 
 @pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
-def test_a_streamer_may_cancel(walk):
-    """transformers' server cancels by raising from `put`: the exception is the caller's to see."""
+def test_an_exception_of_a_streamer_ends_the_walk(walk):
+    """transformers' server cancels by raising from `put`: the caller gets the exception."""
 
     class Cancelled(Exception):
         pass
@@ -578,7 +578,7 @@ def test_a_streamer_may_cancel(walk):
     assert torch.cat(streamer.pieces).tolist() == [2, 3]
 
 
-def test_time_that_is_up_ends_the_walk():
+def test_max_time_ends_the_walk_after_one_token():
     """However much is drafted, plain generate would have emitted one token."""
     tree = chain_of(torch.tensor([[1, 2, 3], [1, 2, 3]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1]] * 2), 4).float()
@@ -634,7 +634,7 @@ def test_every_row_wise_processor_is_named_here():
 
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("name", some_of_every_kind())
-def test_row_wise_processors_row_by_row(name, do_sample):
+def test_row_wise_processors_give_plain_tokens_row_by_row(name, do_sample):
     """Free rows, each with its own processors, give the text that plain generate gives with the whole batch."""
     changed, seen = 0, Counter()
     for seed in range(10):
@@ -663,7 +663,7 @@ def test_row_wise_processors_row_by_row(name, do_sample):
 
 @pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
 @pytest.mark.parametrize("node", [0, 1, 2])
-def test_nan_where_the_walk_goes_is_an_error(walk, node):
+def test_nan_on_the_path_of_the_walk_is_an_error(walk, node):
     tree = chain_of(torch.tensor([[1, 2, 3], [1, 2, 3]]))
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 3, 1]] * 2), 4).float()
     logits[1, node, 0] = math.nan
@@ -675,7 +675,7 @@ def test_nan_where_the_walk_goes_is_an_error(walk, node):
 
 
 @pytest.mark.parametrize("walk", [greedy_walk, replay, walk_of_a_graph])
-def test_nan_elsewhere_is_nobodys_business(walk):
+def test_nan_off_the_path_of_the_walk_is_ignored(walk):
     """At a node off the path, at a node that is not valid, after the end, and in a finished row."""
     tree = chain_of(torch.tensor([[1, 2, 3, 1], [1, 3, 3, 1], [1, 2, 3, 1]]))
     tree.valid[0, 3] = False
@@ -695,14 +695,14 @@ class Broken(LogitsProcessor):
         return scores * math.nan
 
 
-def test_nothing_is_sampled_from_a_processors_nan():
+def test_sampling_from_a_processors_nan_is_an_error():
     text = start(Table(0), config_of(do_sample=True), criteria_of(9), [Broken()])
     with pytest.raises(ValueError, match=r"NaN .*a logits processor.*remove_invalid_values=True"):
         replay(root_only(torch.tensor([1])), torch.randn(1, 1, 5), text)
 
 
-def test_a_processors_nan_is_picked_from_as_plain_generate_does():
-    """Whose argmax takes the first; NaN of the target's own logits is an error."""
+def test_greedy_decoding_picks_a_processors_nan_as_plain_generate_does():
+    """Its argmax takes the first NaN. NaN in the target's own logits is an error."""
     text = start(Table(0), config_of(), criteria_of(9), [Broken()])
     assert replay(root_only(torch.tensor([1])), torch.randn(1, 1, 5), text) == [[0]]
     assert text.rows()[0][-1] == int(torch.full((5,), math.nan).argmax())
@@ -711,7 +711,7 @@ def test_a_processors_nan_is_picked_from_as_plain_generate_does():
         replay(root_only(torch.tensor([1])), torch.full((1, 1, 5), math.nan), text)
 
 
-def test_remove_invalid_values_mends_nan():
+def test_remove_invalid_values_lets_the_walk_go_on_after_nan():
     """The way out that the error names."""
     text = start(Table(0), config_of(), criteria_of(9), [transformers.InfNanRemoveLogitsProcessor()])
     logits = torch.tensor([[[math.nan, 1.0, 3.0, 2.0]]])

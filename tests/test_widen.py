@@ -90,7 +90,7 @@ def states_of(target: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("sizes", WIDER)
 @torch.no_grad()
-def test_the_target_says_the_same(widen, small, sizes):
+def test_a_widened_target_gives_the_same_logits_and_tokens(widen, small, sizes):
     wide = widen.widen_target(small, widen.Shape(**WIDER[sizes], max_position_embeddings=256))
     assert widen.Shape.of(wide.config) == widen.Shape(**WIDER[sizes], max_position_embeddings=256)
     ids = torch.randint(2, 64, (3, 20))
@@ -103,8 +103,8 @@ def test_the_target_says_the_same(widen, small, sizes):
 
 
 @torch.no_grad()
-def test_new_weights_are_ordinary_numbers(widen, small):
-    """Where they may be: a model of zeros would be multiplied as fast, but would not be what a large model is."""
+def test_new_weights_of_a_widened_target_are_not_zero(widen, small):
+    """They are random where they may be: a model of zeros would run as fast, but be unlike a large model."""
     wide = widen.widen_target(small, widen.Shape(**WIDER["double"]))
     for layer in wide.model.layers:
         for name in ("q_proj", "v_proj"):
@@ -127,7 +127,7 @@ def test_new_weights_are_ordinary_numbers(widen, small):
     ],
 )
 @torch.no_grad()
-def test_the_heads_say_the_same(widen, small, sizes, variant, fields):
+def test_widened_heads_give_the_same_outputs_and_scores(widen, small, sizes, variant, fields):
     heads = heads_of(small, variant, **fields)
     wide = widen.widen_target(small, widen.Shape(**WIDER[sizes]))
     wide_heads = widen.widen_heads(heads, wide)
@@ -145,7 +145,7 @@ def test_the_heads_say_the_same(widen, small, sizes, variant, fields):
 
 
 @pytest.mark.parametrize("variant", ["heads", "clover-2", "clover", "medusa"])
-def test_the_stand_in_drafts_the_same(widen, variant):
+def test_the_widened_stand_in_drafts_as_well_as_the_small_one(widen, variant):
     """As many tokens per forward as before: the trees are the same ones."""
     target = AutoModelForCausalLM.from_pretrained(STAND_IN / "target", dtype=torch.float32).eval()
     heads = CloverHeads.from_pretrained(STAND_IN / variant, dtype=torch.float32).eval()
@@ -161,7 +161,7 @@ def test_the_stand_in_drafts_the_same(widen, variant):
     assert ours.speculation.tokens_per_forward > 1.2
 
 
-def test_what_cannot_be_widened_is_refused(widen, small):
+def test_shapes_and_models_that_cannot_be_widened_are_refused(widen, small):
     def shape(**changes: int) -> object:
         return widen.Shape.of(small.config, **changes)
 

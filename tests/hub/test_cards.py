@@ -57,14 +57,14 @@ def card(request):
     return render(kind, "org/name", **copy.deepcopy(facts), metadata={"license": "mit", "tags": ["mine"]})
 
 
-def test_every_template_is_used_and_leaves_nothing_unsaid(card):
+def test_no_card_has_a_placeholder_left(card):
     text = str(card)
     for leftover in ("{{", "{%", "}}", "%}", "Undefined", "None", "[More Information Needed]"):
         assert leftover not in text
     assert "\n\n\n" not in text
 
 
-def test_a_card_comes_back_from_its_text_as_it_was(card, tmp_path):
+def test_a_card_is_the_same_after_saving_and_loading(card, tmp_path):
     card.save(tmp_path / "README.md")
     again = type(card).load(tmp_path / "README.md")
     assert str(again) == str(card)
@@ -74,7 +74,7 @@ def test_a_card_comes_back_from_its_text_as_it_was(card, tmp_path):
     assert {"clover", "speculative-decoding", "mine"} <= set(block["tags"])
 
 
-def test_its_code_is_python_and_names_the_repository(card):
+def test_code_on_a_card_is_python_and_names_the_repository(card):
     blocks = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     assert blocks
     for block in blocks:
@@ -82,14 +82,14 @@ def test_its_code_is_python_and_names_the_repository(card):
         assert '"org/name"' in block
 
 
-def test_metadata_of_heads():
+def test_a_card_of_heads_has_base_model_tags_and_datasets():
     data = render("heads", "org/name", **FULL["heads"]).data
     assert (data.base_model, data.base_model_relation, data.library_name) == ("org/target", "adapter", "transformers")
     assert data.tags == ["clover", "speculative-decoding", "custom_generate"]
     assert data.datasets == ["org/data"]
 
 
-def test_metadata_of_an_adapter_and_a_dataset():
+def test_cards_of_adapters_and_datasets_have_their_base_and_source():
     data = render("adapter", "org/name", **FULL["adapter"]).data
     assert (data.base_model, data.base_model_relation, data.library_name) == ("org/clover-heads", "adapter", "peft")
     data = render("dataset", "org/name", **FULL["dataset"]).data
@@ -125,7 +125,7 @@ def test_figures_are_in_the_text_with_their_conditions():
         assert fact in text
 
 
-def test_what_was_not_measured_is_absent():
+def test_a_card_without_results_has_no_figures():
     text = str(render("heads", "org/name", **BARE["heads"]))
     assert "model-index" not in text
     body = text.split("## What they are")[1]
@@ -135,7 +135,7 @@ def test_what_was_not_measured_is_absent():
     assert "No speed has been measured" in text
 
 
-def test_categories_are_rows_of_one_table_and_not_of_the_index():
+def test_categories_are_rows_of_one_table_and_not_of_the_model_index():
     results = copy.deepcopy(RESULTS)
     results["benchmarks"] = results["benchmarks"][:1]
     whole = results["benchmarks"][0]["rows"][0]
@@ -167,7 +167,7 @@ def test_a_speed_without_its_conditions_is_refused(field, tmp_path):
         (("acceptance", "by_head", 0, "top1"), 1.5, r"acceptance.by_head\[0\] has `top1=1.5`"),
     ],
 )
-def test_what_is_no_measurement_is_refused(path, value, message, tmp_path):
+def test_values_that_are_no_measurement_are_refused(path, value, message, tmp_path):
     results = copy.deepcopy(RESULTS)
     place = results
     for key in path[:-1]:
@@ -177,7 +177,7 @@ def test_what_is_no_measurement_is_refused(path, value, message, tmp_path):
         hub.write_results(tmp_path, **results)
 
 
-def test_results_are_added_to_what_is_there(tmp_path):
+def test_written_results_are_added_to_earlier_ones(tmp_path):
     hub.write_results(tmp_path, training=RESULTS["training"])
     hub.write_results(tmp_path, acceptance=RESULTS["acceptance"])
     written = json.loads((tmp_path / hub.RESULTS).read_text())
@@ -197,7 +197,7 @@ def test_folders_of_this_machine_are_not_in_the_results(tmp_path):
     assert kept == {"model": "target", "settings": {"model": "target", "data": ["x", 3]}}
 
 
-def test_before_the_heads_are_saved(tmp_path):
+def test_a_card_can_be_written_before_the_heads_are_saved(tmp_path):
     card = hub.write_card(tmp_path, Heads, repo_id="org/name", language="en", tags="mine")
     assert card.data.base_model == "org/target"
     assert card.data.language == "en"
@@ -206,7 +206,7 @@ def test_before_the_heads_are_saved(tmp_path):
     assert again.data.tags == ["clover", "speculative-decoding", "custom_generate", "mine", "more"]
 
 
-def test_an_adapter_s_card_remembers_the_target(tmp_path):
+def test_the_card_of_an_adapter_keeps_the_name_of_the_target(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     hub.write_card(tmp_path, Heads, repo_id="org/name")
     assert 'target = "org/target"' in hub.write_card(tmp_path, repo_id="org/name").text
@@ -214,7 +214,7 @@ def test_an_adapter_s_card_remembers_the_target(tmp_path):
     assert 'target = "org/fine-tuned"' in hub.write_card(tmp_path, Heads, repo_id="org/name").text
 
 
-def test_a_card_that_is_somebody_s_is_not_touched(tmp_path):
+def test_a_card_written_by_hand_is_not_touched(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nMine.")
     assert hub.write_card(tmp_path, Heads).text == "Mine."
     assert (tmp_path / "README.md").read_text() == "---\nlicense: mit\n---\nMine."
@@ -272,7 +272,7 @@ def test_a_command_is_kept_without_tokens_and_folders(monkeypatch):
     assert made["machine"]
 
 
-def test_the_user_s_own_token_is_known_whatever_it_looks_like(monkeypatch, tmp_path):
+def test_the_users_own_token_is_hidden_whatever_its_form(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "no-usual-form")
     hub.write_results(tmp_path, training={"command": "train no-usual-form", "settings": {"hub": "no-usual-form"}})
     hub.write_card(tmp_path, Heads, repo_id="org/name", author="no-usual-form")
@@ -301,5 +301,5 @@ def test_cards_are_rendered_from_what_the_wheel_installs(site, client):
     assert done.stdout.split("\n", 1)[1].rstrip() == str(expected).rstrip()
 
 
-def test_dataset_cards_are_dataset_cards():
+def test_a_card_of_a_dataset_is_a_dataset_card():
     assert type(render("dataset", "org/name")) is DatasetCard

@@ -26,7 +26,7 @@ print(out.speculation.method, len(out.speculation.tree_sizes), max(out.speculati
 """
 
 
-def test_a_saved_folder_is_generated_with_as_it_is(tmp_path):
+def test_custom_generate_works_with_a_saved_folder(tmp_path):
     """No push, and no import of hf_clover: `custom_generate` names the folder."""
     target = build("llama", vocab_size=16)
     target.save_pretrained(tmp_path / "target")
@@ -42,7 +42,7 @@ def test_a_saved_folder_is_generated_with_as_it_is(tmp_path):
     assert int(steps) <= 12
 
 
-def test_heads_beside_the_sources_need_no_code(tmp_path):
+def test_heads_load_after_their_code_was_removed(tmp_path):
     heads = CloverHeads.from_target(build("llama", vocab_size=16))
     heads.save_pretrained(tmp_path)
     assert "auto_map" in json.loads((tmp_path / "config.json").read_text())

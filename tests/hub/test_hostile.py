@@ -112,12 +112,12 @@ def test_an_impossible_config_is_refused_without_files_too(little_memory):
         CloverHeads(CloverConfig(**TINY | dict(hidden_size=1 << 17)))
 
 
-def test_labels_of_a_classifier_cost_nothing(folder, little_memory):
+def test_a_huge_number_of_labels_takes_no_memory(folder, little_memory):
     change_config(folder, num_labels=1 << 30)
     assert AutoModel.from_pretrained(folder).config.num_labels == 2
 
 
-def test_sizes_of_real_targets_are_possible():
+def test_sizes_of_large_real_targets_are_accepted():
     for size, inner, attention in ((16384, 53248, 128), (7168, 18432, 128), (5120, 27648, 40)):
         config = CloverConfig(
             hidden_size=size, intermediate_size=inner, num_attention_heads=attention, vocab_size=1 << 18
@@ -146,7 +146,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_checkpoint_that_is_not_what_its_config_asks_for(case, folder):
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(case, folder):
     change, message = BROKEN[case]
     change_tensors(folder, change)
     with pytest.raises(ValueError, match=message):
@@ -161,7 +161,7 @@ def test_a_config_larger_than_its_checkpoint_takes_no_memory(fields, folder, lit
 
 
 @pytest.mark.parametrize("size", [-10, 100, 4, 0])
-def test_a_checkpoint_that_was_cut_short(size, folder):
+def test_a_checkpoint_that_was_cut_short_is_refused(size, folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"heads` holds a safetensors file that is damaged or cut short"):
@@ -190,7 +190,7 @@ def test_weights_outside_the_folder_are_not_read(is_absolute, folder):
         AutoModel.from_pretrained(folder)
 
 
-def test_a_folder_by_way_of_another(folder, monkeypatch):
+def test_a_path_with_dots_to_the_folder_is_accepted(folder, monkeypatch):
     monkeypatch.chdir(folder)
     AutoModel.from_pretrained(Path("..") / folder.name)
 
@@ -213,17 +213,17 @@ def test_a_config_cannot_ask_for_a_pickle(folder):
         AutoModel.from_pretrained(folder)
 
 
-def test_other_shapes_may_be_asked_for(folder):
+def test_ignore_mismatched_sizes_allows_another_draft_vocabulary(folder):
     heads = AutoModel.from_pretrained(folder, draft_vocab_size=6, ignore_mismatched_sizes=True)
     assert heads.draft_ids.tolist() == list(range(6))
 
 
-def test_other_fields_may_be_asked_for(folder):
+def test_fields_and_dtype_may_be_changed_when_loading(folder):
     assert AutoModel.from_pretrained(folder, draft_top_k=3, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert not hasattr(AutoModel.from_pretrained(folder, draft_vocab_size=None), "draft_ids")
 
 
-def test_adapters_load_in_both_ways(saved):
+def test_adapters_load_alike_by_peft_and_by_automodel(saved):
     heads = PeftModel.from_pretrained(AutoModel.from_pretrained(saved / "heads"), saved / "adapter")
     path, config = saved / "adapter" / "adapter_config.json", None
     config = json.loads(path.read_text()) | {"base_model_name_or_path": str(saved / "heads")}
@@ -242,12 +242,12 @@ class Lent:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_possible_draft_ids(dtype):
+def test_valid_draft_ids_pass_the_check(dtype):
     check_draft_ids(torch.tensor([5, 0, 23], dtype=dtype), 24, "heads")
 
 
 @pytest.mark.parametrize("value", [0, -1, "6", 2.5, 10**9])
-def test_a_tree_size_from_a_stranger(value, saved, folder):
+def test_an_impossible_tree_size_in_a_loaded_config_is_refused(value, saved, folder):
     (folder / "generation_config.json").write_text(json.dumps({"num_assistant_tokens": value}))
     target = build("llama", vocab_size=24)
     heads = CloverHeads.from_target(target, num_heads=2)

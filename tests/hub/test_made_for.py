@@ -41,7 +41,7 @@ def loaded(target, tmp_path, **fields) -> CloverHeads:
         (lambda: build("llama", vocab_size=48), "made for another target: their vocab_size is 32, that of .* is 48"),
     ],
 )
-def test_another_target_is_an_error(other, message, target, tmp_path):
+def test_heads_for_another_target_are_an_error_before_any_forward(other, message, target, tmp_path):
     heads, other = loaded(target, tmp_path), other()
     forwards = []
     other.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -50,7 +50,7 @@ def test_another_target_is_an_error(other, message, target, tmp_path):
     assert forwards == []
 
 
-def test_a_fine_tune_is_one_warning(target, tmp_path, log):
+def test_a_fine_tuned_target_gives_one_warning(target, tmp_path, log):
     heads = loaded(target, tmp_path)
     with torch.no_grad():
         rows = target.get_output_embeddings().weight
@@ -67,7 +67,7 @@ def test_a_fine_tune_is_one_warning(target, tmp_path, log):
     ("name", "warnings"),
     [("org/target", 0), ("/a/copy/of/Target", 0), ("", 0), ("org/other", 1)],
 )
-def test_where_only_the_name_can_tell(name, warnings, target, tmp_path, log):
+def test_without_a_fingerprint_another_name_gives_one_warning(name, warnings, target, tmp_path, log):
     heads = loaded(target, tmp_path, target_fingerprint=None)
     target.name_or_path = target.config._name_or_path = name
     target.generate(IDS, assistant_model=heads, max_new_tokens=4)
@@ -75,6 +75,6 @@ def test_where_only_the_name_can_tell(name, warnings, target, tmp_path, log):
     assert all("made for org/target, and this target is called org/other" in message for message in log.messages)
 
 
-def test_the_same_target_is_no_warning(target, tmp_path, log):
+def test_the_same_target_gives_no_warning(target, tmp_path, log):
     target.generate(IDS, assistant_model=loaded(target, tmp_path), max_new_tokens=4)
     assert log.messages == []

@@ -67,7 +67,7 @@ def blocks(hub, repository: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", hub.repositories[repository].files()["README.md"].decode(), re.DOTALL)
 
 
-def test_what_is_pushed(hub, pushed, folders):
+def test_a_push_holds_weights_config_code_results_and_card(hub, pushed, folders):
     files = hub.repositories[HEADS].files()
     assert set(files) == {
         *(".gitattributes", "README.md", "config.json", "generation_config.json", "model.safetensors"),
@@ -103,7 +103,7 @@ def test_private_and_revision_are_passed_on(hub, pushed):
     assert "config.json" not in repository.files("main")
 
 
-def test_a_subfolder_leaves_the_rest_as_it_was_and_has_its_code_where_transformers_looks(hub, pushed):
+def test_a_push_to_a_subfolder_keeps_other_files_and_puts_code_at_the_root(hub, pushed):
     repository = hub.repositories["org/target"]
     old, new = repository.files(pushed), repository.files()
     assert {path: new[path] for path in old} == old
@@ -113,7 +113,7 @@ def test_a_subfolder_leaves_the_rest_as_it_was_and_has_its_code_where_transforme
     assert b'AutoModel.from_pretrained("org/target", subfolder="clover")' in new["clover/README.md"]
 
 
-def test_with_the_package(hub, client, pushed, checks):
+def test_pushed_heads_load_and_generate_with_the_package(hub, client, pushed, checks):
     """The card's first lines; then private with a token at a revision, in a subfolder, and an adapter."""
     client(
         f"""{checks}
@@ -145,7 +145,7 @@ check(model.generate(**options, assistant_model=heads.merge_and_unload()), out.s
     )
 
 
-def test_with_remote_code(hub, client, pushed, checks, tmp_path):
+def test_pushed_heads_load_as_remote_code_only_where_trusted(hub, client, pushed, checks, tmp_path):
     """Only where it is trusted; where the package is not installed, then not imported, then imported."""
     mark, hostile = tmp_path / "was here", dict(hub.repositories[HEADS].files())
     for path in ("modeling_clover.py", "configuration_clover.py", "custom_generate/generate.py"):
@@ -201,7 +201,7 @@ AutoModel.from_pretrained("org/hostile", trust_remote_code=True)  # the imported
     assert not mark.exists()
 
 
-def test_with_the_repository_s_own_generate(hub, client, pushed, checks):
+def test_custom_generate_of_a_repository_gives_the_same_tokens(hub, client, pushed, checks):
     """The card's second lines; then with a streamer, heads of the caller's, from elsewhere and from a folder."""
     client(
         f"""{checks}
@@ -226,12 +226,12 @@ check(model.generate(**door | dict(custom_generate=snapshot_download("org/clover
     )
 
 
-def test_a_generate_that_cannot_know_its_repository():
+def test_custom_generate_without_a_known_repository_is_refused():
     with pytest.raises(ValueError, match=r"`assistant_model` is missing, and the repository .* is not known here"):
         generate(model=None)
 
 
-def test_offline_from_the_cache(hub, client, pushed, checks, tmp_path):
+def test_pushed_heads_work_offline_from_the_cache(hub, client, pushed, checks, tmp_path):
     home = str(tmp_path)
     names = [HEADS, "org/target"]
     client(f"from huggingface_hub import snapshot_download as get; [get(name) for name in {names}]", HF_HOME=home)
@@ -249,7 +249,7 @@ check(model.generate(**options, assistant_model=AutoModel.from_pretrained("org/c
     assert hub.requests[before:] == []
 
 
-def test_a_dataset(hub, client, tmp_path):
+def test_a_pushed_dataset_loads_by_the_code_on_its_card(hub, client, tmp_path):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
     Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
     write_results(tmp_path, regeneration={"model": "org/target", "samples": 2, "failed": 0})
@@ -260,8 +260,8 @@ def test_a_dataset(hub, client, tmp_path):
     client(f"exec({blocks(hub, 'datasets/org/answers')[0]!r}); assert list(dataset) == {rows}", HF_TOKEN=None)
 
 
-def test_push_through_xet(hub, client, folders):
-    """The way the client takes where it can; the other tests take git LFS."""
+def test_a_push_through_xet_uploads_the_weights(hub, client, folders):
+    """The client uses xet where it can; the other tests use git LFS."""
     lines = f"from hf_clover.hub.push import push_folder; push_folder({str(folders.heads)!r}, 'org/through-xet')"
     client(lines, HF_HUB_DISABLE_XET=None, **CLIENT)
     assert any("/v1/xorbs/" in request for request in hub.requests)

@@ -39,7 +39,7 @@ def push(client):
     return push
 
 
-def test_what_does_not_belong_to_heads_stays_here(hub, push, folder, repo):
+def test_files_that_do_not_belong_to_heads_are_not_pushed(hub, push, folder, repo):
     for path in (
         "training_args.bin",
         "optimizer.pt",
@@ -58,13 +58,13 @@ def test_what_does_not_belong_to_heads_stays_here(hub, push, folder, repo):
     assert "LICENSE" in kept
 
 
-def test_a_second_push_of_the_same_is_no_commit(hub, push, folder, repo):
+def test_a_second_push_of_the_same_makes_no_commit(hub, push, folder, repo):
     first = push(folder, repo).stdout
     assert push(folder, repo).stdout == first
     assert len(hub.repositories[repo].commits) == 2
 
 
-def test_a_name_without_a_namespace_is_the_user_s(hub, push, folder):
+def test_a_name_without_a_namespace_belongs_to_the_user(hub, push, folder):
     push(folder, "heads-of-mine")
     assert b'"me/heads-of-mine"' in hub.repositories["me/heads-of-mine"].files()["README.md"]
 
@@ -76,7 +76,7 @@ def test_a_pull_request_leaves_the_branch_alone(hub, push, folder, repo):
     assert "model.safetensors" in hub.repositories[repo].files("refs/pr/1")
 
 
-def test_weights_of_a_former_push_are_taken_away(hub, push, folder, repo):
+def test_weights_of_an_earlier_push_are_removed(hub, push, folder, repo):
     """transformers would load them in place of the new ones."""
     old = {"model-00001-of-00002.safetensors": b"1", "model.safetensors.index.json": b"{}", "notes.txt": b"kept"}
     hub.put(repo, {**old, "other/model.safetensors": b"kept"})
@@ -106,7 +106,7 @@ def test_a_card_that_was_rendered_is_rendered_again(hub, push, folder, repo):
     assert "license: mit" in card
 
 
-def test_paths_of_this_machine_stay_here(hub, push, folder, repo, tmp_path):
+def test_paths_of_this_machine_are_not_pushed(hub, push, folder, repo, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     config["target_name_or_path"] = str(tmp_path / "my target")
     (folder / "config.json").write_text(json.dumps(config))
@@ -117,7 +117,7 @@ def test_paths_of_this_machine_stay_here(hub, push, folder, repo, tmp_path):
     assert b"base_model" not in files["README.md"]
 
 
-def test_an_adapter_on_which_peft_left_its_form(hub, push, folders, repo, tmp_path):
+def test_the_card_form_that_peft_leaves_is_replaced(hub, push, folders, repo, tmp_path):
     folder = Path(shutil.copytree(folders.adapter, tmp_path / "adapter"))
     (folder / "README.md").write_text(
         "---\nlibrary_name: peft\n---\n# Model Card for Model ID\n[More Information Needed]"
@@ -143,7 +143,7 @@ def test_the_folder_has_the_card_that_was_pushed(hub, push, folder, repo):
     assert f'from_pretrained("{repo}")' in (folder / "README.md").read_text()
 
 
-def test_a_push_that_fails_changes_nothing_here(folders, client, tmp_path):
+def test_a_failed_push_leaves_the_folder_as_it_was(folders, client, tmp_path):
     for name, kind in (("heads", folders.heads), ("adapter", folders.adapter)):
         folder = Path(shutil.copytree(kind, tmp_path / name))
         shutil.rmtree(folder / "custom_generate", ignore_errors=True)
@@ -161,7 +161,7 @@ def command(environment: dict[str, str], *words: str, **changes: str) -> subproc
     )
 
 
-def test_the_command_says_in_a_line_that_no_hub_answers(environment, folder):
+def test_the_push_command_says_in_one_line_that_no_hub_answers(environment, folder):
     before = files_in(folder)
     done = command(environment, "push", str(folder), "me/x", HF_ENDPOINT=NOBODY)
     assert (done.returncode, done.stdout) == (2, "")
@@ -198,7 +198,7 @@ def test_a_dry_run_shows_the_files_and_the_card(environment, hub, push, folder, 
         (lambda f: (f / "LICENSE").write_text("hf_" + "a1" * 17), "access token in 'LICENSE': take it out"),
     ],
 )
-def test_a_folder_that_cannot_be_pushed(spoil, message, hub, push, folder):
+def test_a_folder_that_cannot_be_pushed_is_refused_before_any_request(spoil, message, hub, push, folder):
     spoil(folder)
     before = len(hub.requests)
     done = push(folder, "org/never", fails=True)
@@ -228,7 +228,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told_by_the_client_and_changes_nothing(fault, hub, push, changed, repo):
+def test_a_fault_of_the_hub_is_reported_and_changes_nothing(fault, hub, push, changed, repo):
     where, what, message = FAULTS[fault]
     before = hub.repositories[repo].files()
     hub.faults[where] = what
@@ -241,7 +241,7 @@ def test_a_fault_is_told_by_the_client_and_changes_nothing(fault, hub, push, cha
     assert hub.repositories[repo].files() == before
 
 
-def test_a_wrong_token(hub, push, folder):
+def test_a_wrong_token_is_reported_and_not_printed(hub, push, folder):
     wrong = "hf_" + "x" * 34
     done = push(folder, "org/never", fails=True, token=wrong)
     assert "401" in done.stderr
@@ -250,9 +250,7 @@ def test_a_wrong_token(hub, push, folder):
     assert "org/never" not in hub.repositories
 
 
-def test_an_interrupted_push_leaves_the_former_revision_and_the_next_one_finishes_it(
-    hub, environment, push, changed, repo
-):
+def test_an_interrupted_push_leaves_the_old_revision_and_can_be_repeated(hub, environment, push, changed, repo):
     before, commits = hub.repositories[repo].files(), len(hub.repositories[repo].commits)
     hub.faults["PUT", "/lfs/"] = "stall"
     code = PUSH.format(str(changed), repo, {})

@@ -22,7 +22,7 @@ trainer.push_to_hub(dataset_name="org/data")
 """
 
 
-def test_a_trained_repository(hub, client, folders):
+def test_the_trainer_pushes_a_whole_repository_in_one_commit(hub, client, folders):
     done = client(TRAIN.format(token=TOKEN, target=str(folders.target)), HF_TOKEN=None)
     repository = hub.repositories["org/trained"]
     files = repository.files()
@@ -39,7 +39,7 @@ def test_a_trained_repository(hub, client, folders):
     assert str(folders.target).encode() not in b"".join(files.values())
 
 
-def test_without_a_hub_the_card_stays(client, folders, tmp_path):
+def test_a_failed_push_of_the_trainer_leaves_the_card(client, folders, tmp_path):
     code = TRAIN.format(token=TOKEN, target=str(folders.target))
     code = code.replace('"trained", hub', f"{str(tmp_path)!r}, hub")
     written = "trainer.save_model()\ntrainer.create_model_card(model_name='mine')\n"

@@ -42,7 +42,7 @@ OPTIONS += ["--max-model-len", str(STAND_IN.max_model_len)]
 
 @pytest.fixture(scope="module")
 def address(script):
-    """Of a server with heads, which is another process, as is its engine."""
+    """Of a server with heads. It is another process, and so is its engine."""
     with script.served(STAND_IN.target, STAND_IN.heads, STAND_IN.drafted, *OPTIONS) as address:
         yield address
 
@@ -69,7 +69,7 @@ def test_a_stream_is_the_plain_text_in_pieces(client, prompts, plain):
     assert 3 < len([piece for piece in pieces if piece]) < LENGTH, "accepted drafts come together"
 
 
-def test_sixteen_clients_at_once(client, address, prompts, plain):
+def test_sixteen_clients_at_once_get_plain_texts(client, address, prompts, plain):
     before = metric(address, "spec_decode_num_accepted_tokens_total")
     with ThreadPoolExecutor(CLIENTS) as pool:
         found = list(pool.map(lambda i: client.completions.create(**asked(prompts[i % 8])), range(CLIENTS)))
@@ -78,7 +78,7 @@ def test_sixteen_clients_at_once(client, address, prompts, plain):
     assert metric(address, "spec_decode_num_accepted_tokens_total") - before > CLIENTS
 
 
-def test_who_hangs_up_is_forgotten(client, address, prompts, plain):
+def test_a_request_whose_client_hangs_up_is_ended(client, address, prompts, plain):
     stream = client.completions.create(**asked(prompts[1], max_tokens=STAND_IN.max_model_len - 60), stream=True)
     next(iter(stream))
     stream.close()
@@ -100,7 +100,7 @@ def test_sampling_is_refused_with_the_reason(client, prompts):
         client.completions.create(**asked(prompts[0], temperature=1.0))
 
 
-def test_the_script_that_measures(script, tmp_path, capsys):
+def test_the_measuring_script_has_a_row_for_each_number_of_clients(script, tmp_path, capsys):
     """At toy size: two servers in turn, one row for each number of clients, texts that are the same."""
     sizes = ["--concurrency", "1", "4", "--requests", "4", "--max-new-tokens", "16"]
     result = script.main([*sizes, "--output", str(tmp_path / "found.json"), *OPTIONS])

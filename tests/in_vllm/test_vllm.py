@@ -57,7 +57,7 @@ def our_own_chain(example, prompts) -> tuple[list[list[int]], int]:
     return out, drafts
 
 
-def test_greedy_texts_are_plain_vllms_and_drafts_are_our_own(example, plain, drafting, prompts):
+def test_greedy_texts_equal_plain_vllm_and_drafts_equal_our_own_chains(example, plain, drafting, prompts):
     assert texts(drafting, prompts) == plain
     drafts, accepted = count(drafting, "spec_decode_num_drafts"), count(drafting, "spec_decode_num_accepted_tokens")
     ours, our_drafts = our_own_chain(example, prompts)
@@ -67,7 +67,7 @@ def test_greedy_texts_are_plain_vllms_and_drafts_are_our_own(example, plain, dra
     assert 0 <= accepted - (len(prompts) * (LENGTH - 1) - drafts) <= example.drafted * len(prompts)
 
 
-def test_one_at_a_time_and_from_shared_prefixes(plain, drafting, prompts):
+def test_prompts_one_at_a_time_with_shared_prefixes_equal_plain(plain, drafting, prompts):
     before = count(drafting, "prefix_cache_hits")
     assert [texts(drafting, [prompt])[0] for prompt in prompts] == plain
     assert count(drafting, "prefix_cache_hits") > before
@@ -78,14 +78,14 @@ def test_sampling_is_refused_where_vllm_does_it_wrongly(drafting, prompts):
         texts(drafting, prompts, temperature=1.0)
 
 
-def test_a_small_budget_and_preemption(example, plain, prompts):
+def test_texts_equal_plain_when_requests_are_preempted(example, plain, prompts):
     llm = example.engine(max_num_batched_tokens=48, max_num_seqs=8, num_gpu_blocks_override=24)
     assert texts(llm, prompts) == plain
     assert count(llm, "num_preemptions") > 0
 
 
 @pytest.mark.parametrize("is_divided", [False, True], ids=["one", "several"])
-def test_in_processes_of_its_own(example, plain, prompts, is_divided, monkeypatch):
+def test_texts_equal_plain_with_the_engine_in_other_processes(example, plain, prompts, is_divided, monkeypatch):
     """As `vllm serve` runs it: the engine is another process, which finds the plug-in by itself; or several ones, by
     tensor parallelism."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")

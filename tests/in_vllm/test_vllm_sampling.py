@@ -97,11 +97,11 @@ def off_by(llm, exact) -> float:
     return float((chi2 - cells) / (2 * cells) ** 0.5)
 
 
-def test_plain(folder, exact):
+def test_plain_vllm_samples_from_the_exact_distribution(folder, exact):
     assert abs(off_by(engine(folder), exact)) < BY_CHANCE
 
 
-def test_heads_with_a_kernel_that_returns_what_it_computes(folder, exact, mended):
+def test_heads_sample_right_with_a_mended_kernel(folder, exact, mended):
     llm = engine(folder, {"model": str(folder / "heads"), "num_speculative_tokens": 2})
     assert abs(off_by(llm, exact)) < BY_CHANCE
     assert count(llm, "spec_decode_num_accepted_tokens") > SAMPLES / 20
@@ -113,12 +113,12 @@ def with_n_grams(folder):
     return engine(folder, NGRAMS)
 
 
-def test_n_grams_as_vllm_is(with_n_grams, exact):
+def test_n_grams_sample_wrongly_with_vllms_own_kernel(with_n_grams, exact):
     """Where this fails, vLLM has mended its kernel: then the plug-in refuses nothing either."""
     assert off_by(with_n_grams, exact) > 10 * BY_CHANCE
 
 
-def test_n_grams_with_a_kernel_that_returns_what_it_computes(with_n_grams, exact, mended):
+def test_n_grams_sample_right_with_a_mended_kernel(with_n_grams, exact, mended):
     before = count(with_n_grams, "spec_decode_num_accepted_tokens")
     assert abs(off_by(with_n_grams, exact)) < BY_CHANCE
     assert count(with_n_grams, "spec_decode_num_accepted_tokens") - before > SAMPLES / 20

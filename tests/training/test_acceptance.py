@@ -57,7 +57,7 @@ def test_overfitting_lifts_tokens_per_forward(tmp_path: Path, variant: str) -> N
     assert out.speculation.tokens_per_forward > 2.5
 
 
-def test_the_callback_logs_and_keeps_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_callbacks_figures_choose_the_best_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = make_target()
     data = Dataset.from_dict({"input_ids": own_text(target, 4, 24)})
     trainer = make_trainer(
@@ -85,7 +85,7 @@ def test_the_callback_logs_and_keeps_the_best(tmp_path: Path, capsys: pytest.Cap
     assert "tokens per forward by generate. A sample:" in capsys.readouterr().out
 
 
-def test_the_callback_by_steps_and_with_texts(tmp_path: Path) -> None:
+def test_the_callback_measures_every_freq_steps_with_given_prompts(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, make_target(), max_steps=4)
     messages = [{"role": "user", "content": "w1 w2"}]
     for prompts in (["w1 w2 w3"], [messages]):
@@ -96,7 +96,7 @@ def test_the_callback_by_steps_and_with_texts(tmp_path: Path) -> None:
     assert [line["step"] for line in trainer.state.log_history if "head_0/loss" in line] == [1, 2, 3, 4]
 
 
-def test_the_callback_with_adapters_on_both_sides_and_a_bfloat16_target(tmp_path: Path) -> None:
+def test_the_callback_works_with_two_adapters_and_a_bfloat16_target(tmp_path: Path) -> None:
     target = get_peft_model(make_target().bfloat16(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     options = {"peft_config": LoraConfig(r=2)}
     trainer = make_trainer(tmp_path, target, options=options, bf16=True)
@@ -148,7 +148,9 @@ def test_prompts_are_what_a_user_would_send(
     assert "AcceptanceCallback" not in transformers_log.text
 
 
-def test_where_no_prompt_can_be_told_it_is_said(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
+def test_samples_without_a_prompt_are_continued_from_their_first_quarter(
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
     texts = Dataset.from_dict({"text": ["w1 w2 w3 w4 w5 w6 w7"] * 3})
     trainer = make_trainer(tmp_path, make_target(), texts, options={"eval_dataset": texts})
     callback = AcceptanceCallback(trainer)
@@ -165,6 +167,6 @@ def test_prompts_that_are_longer_than_training_are_left_out(tmp_path: Path) -> N
     assert [trainer.processing_class.decode(prompt) for prompt in prompts] == ["<s> user w1 </s> <s> assistant"] * 2
 
 
-def test_prompts_are_needed(tmp_path: Path) -> None:
+def test_the_callback_without_prompts_or_eval_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass `prompts`, or an `eval_dataset`"):
         AcceptanceCallback(make_trainer(tmp_path, make_target()))

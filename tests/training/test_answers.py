@@ -73,12 +73,12 @@ def test_errors_are_kept_reported_and_tried_again(tmp_path: Path, transformers_l
     assert len((tmp_path / "errors.jsonl").read_text().splitlines()) == 1
 
 
-def test_nothing_answered(tmp_path: Path) -> None:
+def test_a_run_without_any_answer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="No sample was answered: ValueError: too hard"):
         regenerate(PROMPTS, Echo(fails_on=tuple(PROMPTS["prompt"])), tmp_path)
 
 
-def test_a_folder_belongs_to_one_dataset_and_one_kind_of_answers(tmp_path: Path) -> None:
+def test_a_folder_of_another_dataset_or_other_settings_is_refused(tmp_path: Path) -> None:
     regenerate(PROMPTS, Echo(), tmp_path)
     other = Echo()
     other.settings = {"model": "another"}
@@ -88,7 +88,7 @@ def test_a_folder_belongs_to_one_dataset_and_one_kind_of_answers(tmp_path: Path)
         regenerate(PROMPTS.select(range(2)), Echo(), tmp_path)
 
 
-def test_a_dataset_without_prompts(tmp_path: Path) -> None:
+def test_a_dataset_without_prompts_is_refused_and_an_empty_prompt_skipped(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"columns \['text'\] and no prompts"):
         regenerate(Dataset.from_dict({"text": ["w1"]}), Echo(), tmp_path)
     answers = regenerate(Dataset.from_dict({"prompt": ["w1", ""]}), Echo(), tmp_path)
@@ -123,7 +123,7 @@ def test_one_bad_prompt_does_not_spoil_its_batch(tmp_path: Path) -> None:
     assert "RuntimeError: no memory" in (tmp_path / "errors.jsonl").read_text()
 
 
-def test_the_folder_is_ready_for_the_trainer(tmp_path: Path) -> None:
+def test_a_folder_of_answers_can_be_trained_on(tmp_path: Path) -> None:
     target, tokenizer = make_target(), make_tokenizer()
     regenerate(CHATS, TargetAnswers(target, tokenizer, max_new_tokens=8, min_new_tokens=8), tmp_path / "chats")
     dataset = load_dataset(str(tmp_path / "chats"), split="train")
@@ -162,7 +162,7 @@ def endpoint() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_endpoint(tmp_path: Path, endpoint: str) -> None:
+def test_an_endpoint_is_asked_with_its_settings_and_answers_are_kept(tmp_path: Path, endpoint: str) -> None:
     answers = EndpointAnswers(endpoint, "target", api_key="secret", concurrency=2, max_tokens=7, temperature=0.0)
     dataset = regenerate(PROMPTS, answers, tmp_path / "texts")
     assert dataset["completion"][:] == ["re w1 w2 w3", "re w5 w6", "re w7 w8 w9 w10", "re w11"]
@@ -175,7 +175,7 @@ def test_an_endpoint(tmp_path: Path, endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_ends_a_program_is_no_answer_of_an_endpoint(
+def test_ctrl_c_and_exit_are_not_kept_as_answers_of_an_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     def ends(self: EndpointAnswers, prompt: Any) -> str:

@@ -56,14 +56,14 @@ def test_train_has_the_flags_of_trl():
         assert flag in said.stdout
 
 
-def test_what_a_user_can_mend_is_one_line_and_exit_code_2(tmp_path: Path):
+def test_a_users_mistake_gives_one_line_and_exit_code_2(tmp_path: Path):
     said = run("train", "--output_dir", str(tmp_path), "--use_cpu", "true")
     assert said.returncode == 2
     assert said.stderr.strip().splitlines()[-1].startswith("hf-clover: `teacher_model_name_or_path` is required")
     assert "Traceback" not in said.stderr
 
 
-def test_push_passes_everything_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_push_passes_its_options_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     passed = {}
 
     def push_folder(folder, repo_id, **options):
@@ -92,7 +92,7 @@ def workdir(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [[], ["--heads", "heads"], ["--pack"]], ids=" ".join)
-def test_regenerate(workdir: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]):
+def test_regenerate_answers_the_prompts_of_a_split(workdir: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]):
     monkeypatch.chdir(workdir)
     argv = [str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
     said = runner.invoke(cli.app, ["regenerate", *argv, "--max-new-tokens", "5", "--split", "train[:2]", *options])
@@ -132,7 +132,7 @@ def test_several_processes_cannot_learn_into_one_folder(workdir: Path, monkeypat
 
 
 @pytest.mark.parametrize("dataset", ["train.jsonl", "."], ids=["a file", "this folder"])
-def test_prompts_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch, dataset: str):
+def test_prompts_may_lie_in_the_working_directory(workdir: Path, monkeypatch: pytest.MonkeyPatch, dataset: str):
     monkeypatch.chdir(workdir / "prompts")
     argv = ["regenerate", dataset, "../answers", "--model", "../target", "--max-new-tokens", "2"]
     said = runner.invoke(cli.app, argv)
@@ -141,7 +141,7 @@ def test_prompts_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("option", [["--heads", "h"], ["--learn", "h"], ["--pack"]], ids=lambda words: words[0])
-def test_an_endpoint_answers_by_itself(workdir: Path, option: list[str]):
+def test_heads_learning_and_packing_are_refused_with_an_endpoint(workdir: Path, option: list[str]):
     argv = ["regenerate", str(workdir / "prompts"), str(workdir / "out"), "--model", "m"]
     said = runner.invoke(cli.app, [*argv, *option, "--endpoint", "http://localhost:1/v1"])
     assert isinstance(said.exception, ValueError)

@@ -34,7 +34,7 @@ def launch(folder: Path, batch_size: int) -> dict[str, Any]:
     return json.loads((folder / "result.json").read_text())
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
+def test_two_processes_train_and_answer_as_one_process_does(tmp_path: Path) -> None:
     one = train(tmp_path / "one", batch_size=4)
     two = launch(tmp_path, batch_size=2)
     assert one["processes"] == 1

@@ -48,7 +48,7 @@ def accepted(target, heads, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("settings", [{}, {"packing": True, "max_length": 64}, {"precompute_targets": True}])
-def test_new_ones_learn(settings, tmp_path):
+def test_new_eagle3_heads_learn_to_draft(settings, tmp_path):
     target = make_target()
     texts = own_text(target)
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def test_new_ones_learn(settings, tmp_path):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["borrowed", "own lm_head and embedding"])
-def test_an_adapter_on_them(own, tmp_path):
+def test_an_adapter_on_eagle3_heads_drafts_the_same_after_loading(own, tmp_path):
     """Trained, saved, loaded, merged: plain generate's tokens, and the same drafts are accepted."""
     target = make_target()
     texts = own_text(target)
@@ -89,7 +89,7 @@ def test_an_adapter_on_them(own, tmp_path):
         assert accepted(target, kind, texts[0][:3]) == trained
 
 
-def test_published_ones_go_on_with_what_they_have_of_their_own(tmp_path):
+def test_published_heads_keep_their_own_lm_head_and_embedding_in_training(tmp_path):
     torch.manual_seed(0)
     target = LlamaForCausalLM(
         LlamaConfig(vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=8, num_attention_heads=4)

@@ -85,7 +85,7 @@ def copied(unbroken: Any, tmp_path: Path) -> Path:
 # ---------------------------------------------------------------------- a full disk
 
 
-def test_a_full_disk_while_a_checkpoint_is_written(unbroken: Any, tmp_path: Path) -> None:
+def test_a_full_disk_at_a_checkpoint_keeps_the_earlier_one(unbroken: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     code = in_child(lambda: make_run(run, FullDiskAt(5), save_total_limit=1).train(), tmp_path)
     said = (tmp_path / "error.txt").read_text()
@@ -100,7 +100,7 @@ def test_a_full_disk_while_a_checkpoint_is_written(unbroken: Any, tmp_path: Path
     assert_equal_runs(resumed, unbroken)
 
 
-def test_a_full_disk_in_the_middle_of_a_checkpoint(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_within_a_checkpoint_keeps_the_one_before(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The weights still fit, the optimizer's state does not."""
     run = tmp_path / "run"
     save = Trainer._save_optimizer_and_scheduler
@@ -161,7 +161,7 @@ def test_a_full_disk_while_heads_are_saved_leaves_those_before(tmp_path: Path) -
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), before.parameters(), strict=True))
 
 
-def test_a_note_is_whole_or_as_it_was(tmp_path: Path) -> None:
+def test_a_file_written_whole_is_new_or_as_it_was(tmp_path: Path) -> None:
     note = tmp_path / "note.json"
     write_whole(note, "{}")
 
@@ -191,7 +191,7 @@ class Random:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
 
 
-def test_a_full_disk_while_answers_are_collected(tmp_path: Path) -> None:
+def test_a_full_disk_while_answers_are_collected_keeps_earlier_answers(tmp_path: Path) -> None:
     prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
     regenerate(prompts, Random(fails_on=3), folder)
     before = (folder / "train.parquet").read_bytes()
@@ -206,7 +206,7 @@ def test_a_full_disk_while_answers_are_collected(tmp_path: Path) -> None:
     assert len(regenerate(prompts, Random(), folder)) == 4
 
 
-def test_a_full_disk_while_an_answer_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_while_an_answer_is_written_names_the_file(tmp_path: Path) -> None:
     prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
     assert in_child(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path) == 1
     said = (tmp_path / "error.txt").read_text()
@@ -217,7 +217,7 @@ def test_a_full_disk_while_an_answer_is_written(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a kill
 
 
-def test_killed_in_the_middle_of_a_checkpoint(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_kill_within_a_checkpoint_keeps_the_one_before(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The newest checkpoint has weights and nothing else: training goes on from the one before it."""
     run = tmp_path / "run"
     save = Trainer._save_optimizer_and_scheduler
@@ -237,7 +237,7 @@ def test_killed_in_the_middle_of_a_checkpoint(unbroken: Any, tmp_path: Path, mon
     assert_equal_runs(resumed, unbroken)
 
 
-def test_killed_twice_loses_nothing_beyond_the_last_checkpoint(unbroken: Any, tmp_path: Path) -> None:
+def test_a_run_killed_twice_loses_nothing_before_its_last_checkpoint(unbroken: Any, tmp_path: Path) -> None:
     run, resume = tmp_path / "run", [False, True]
     for step, is_resumed in zip((4, 7), resume, strict=True):
         trainer = make_run(run, SignalAt(step, signal.SIGKILL))
@@ -277,7 +277,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_checkpoint_is_refused_by_name_and_left_when_unnamed(kind: str, copied: Path) -> None:
+def test_a_broken_checkpoint_is_refused_by_name_and_nothing_is_written(kind: str, copied: Path) -> None:
     spoil, message = BROKEN[kind]
     spoil(copied / "checkpoint-6")
     before = files_of(copied)
@@ -287,7 +287,7 @@ def test_a_broken_checkpoint_is_refused_by_name_and_left_when_unnamed(kind: str,
     assert what_is_broken(copied / "checkpoint-3") is None
 
 
-def test_the_one_before_is_used_and_said(
+def test_a_run_resumes_before_a_broken_checkpoint_and_logs_it(
     unbroken: Any, copied: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
     cut(copied / "checkpoint-6" / "optimizer.pt", 0.5)
@@ -299,7 +299,7 @@ def test_the_one_before_is_used_and_said(
     assert what_is_broken(copied / "checkpoint-6") is None, "and written again"
 
 
-def test_nothing_whole_is_an_error(copied: Path) -> None:
+def test_resuming_with_broken_checkpoints_only_is_an_error(copied: Path) -> None:
     for name in ("checkpoint-3", "checkpoint-6", "checkpoint-8"):
         if (copied / name).exists():
             cut(copied / name / "model.safetensors", 0.5)
@@ -307,14 +307,14 @@ def test_nothing_whole_is_an_error(copied: Path) -> None:
         make_run(copied).train(resume_from_checkpoint=True)
 
 
-def test_no_checkpoint_is_transformers_to_say(tmp_path: Path) -> None:
+def test_without_checkpoints_the_error_is_that_of_transformers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         make_trainer(tmp_path, make_target()).train(resume_from_checkpoint=True)
     with pytest.raises(ValueError, match="an't find a valid checkpoint"):
         make_trainer(tmp_path, make_target()).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
 
 
-def test_weights_alone_are_whole_where_nothing_else_was_asked_for(tmp_path: Path) -> None:
+def test_weights_alone_are_a_whole_checkpoint_with_save_only_model(tmp_path: Path) -> None:
     make_run(tmp_path, save_only_model=True).train()
     assert "`optimizer.pt` is missing" in what_is_broken(tmp_path / "checkpoint-6")
     assert what_is_broken(tmp_path / "checkpoint-6", is_model_only=True) is None
@@ -324,7 +324,7 @@ def test_weights_alone_are_whole_where_nothing_else_was_asked_for(tmp_path: Path
 
 
 @pytest.mark.parametrize("sharded", ["pytorch_model_fsdp_0", "global_step6"])
-def test_folders_of_fsdp_and_deepspeed_are_left_to_them(sharded: str, copied: Path) -> None:
+def test_sharded_checkpoints_of_fsdp_and_deepspeed_pass_the_check(sharded: str, copied: Path) -> None:
     folder = copied / "checkpoint-6"
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
         (folder / name).unlink()
@@ -333,7 +333,7 @@ def test_folders_of_fsdp_and_deepspeed_are_left_to_them(sharded: str, copied: Pa
     assert what_is_broken(folder) is None
 
 
-def test_weights_in_several_files(copied: Path) -> None:
+def test_a_damaged_or_missing_shard_of_the_weights_is_noticed(copied: Path) -> None:
     folder = copied / "checkpoint-6"
     shutil.move(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
     with safe_open(folder / "model-00001-of-00001.safetensors", framework="pt") as opened:
@@ -347,7 +347,7 @@ def test_weights_in_several_files(copied: Path) -> None:
     assert "model-00001-of-00001.safetensors" in what_is_broken(folder)
 
 
-def test_weights_outside_the_checkpoint(copied: Path) -> None:
+def test_weights_outside_the_checkpoint_are_refused(copied: Path) -> None:
     folder = copied / "checkpoint-6"
     shutil.move(folder / "model.safetensors", copied / "outside.safetensors")
     with safe_open(copied / "outside.safetensors", framework="pt") as opened:
@@ -357,7 +357,7 @@ def test_weights_outside_the_checkpoint(copied: Path) -> None:
         make_run(copied).train(resume_from_checkpoint=str(folder))
 
 
-def test_other_names_are_no_checkpoints(copied: Path) -> None:
+def test_folders_with_other_names_are_no_checkpoints(copied: Path) -> None:
     for name in ("checkpoint-best", "checkpoint-", "tmp-checkpoint-9"):
         (copied / name).mkdir()
     (copied / "checkpoint-99").write_text("a file")

@@ -90,7 +90,9 @@ def make_case(
 @pytest.mark.parametrize("draft", [False, True], ids=["all ids", "draft ids"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
-def test_chunked_equals_eager(token_loss: str, mask: str, draft: bool, dtype: torch.dtype, cap: float | None) -> None:
+def test_the_chunked_loss_and_its_gradient_equal_the_eager_ones(
+    token_loss: str, mask: str, draft: bool, dtype: torch.dtype, cap: float | None
+) -> None:
     outputs, states, terms = make_case(token_loss, draft, dtype, cap)
     counted, draftable = MASKS[mask](), torch.rand(BATCH, LENGTH + 1) < 0.7 if draft else None
 
@@ -113,7 +115,7 @@ def test_chunked_equals_eager(token_loss: str, mask: str, draft: bool, dtype: to
 
 
 @pytest.mark.parametrize("token_loss", ["kl", "acceptance"])
-def test_a_perfect_head_has_no_loss_left(token_loss: str) -> None:
+def test_a_perfect_head_has_no_loss(token_loss: str) -> None:
     _, states, terms = make_case(token_loss, False, torch.float32, None)
     perfect = torch.zeros(HEADS, BATCH, LENGTH, SIZE)
     for head in range(HEADS):
@@ -124,7 +126,7 @@ def test_a_perfect_head_has_no_loss_left(token_loss: str) -> None:
 
 
 @pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
-def test_nothing_is_learned_where_the_text_goes_on_with_what_cannot_be_drafted(token_loss: str) -> None:
+def test_places_whose_token_cannot_be_drafted_give_no_gradient(token_loss: str) -> None:
     outputs, states, terms = make_case(token_loss, True, torch.float32, None)
     draftable = torch.ones(BATCH, LENGTH + 1, dtype=torch.bool)
     draftable[:, 4] = False
@@ -138,7 +140,7 @@ def test_nothing_is_learned_where_the_text_goes_on_with_what_cannot_be_drafted(t
 
 
 @pytest.mark.parametrize("token_loss", TOKEN_LOSSES)
-def test_our_losses_ask_a_head_where_a_draft_would_come_to_it(token_loss: str) -> None:
+def test_our_losses_train_a_head_only_where_a_draft_would_reach_it(token_loss: str) -> None:
     outputs, states, terms = make_case(token_loss, False, torch.float32, None)
     with torch.no_grad():
         outputs[0, :, :5] = states[:, 1:6]  # head 0 is right there,
@@ -157,13 +159,13 @@ def test_our_losses_ask_a_head_where_a_draft_would_come_to_it(token_loss: str) -
     assert (found[1] == 0).all()  # what a head knows by itself is measured everywhere
 
 
-def test_acceptance_is_the_overlap() -> None:
+def test_the_acceptance_loss_is_minus_the_log_of_the_overlap() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2]])
     q = torch.tensor([[0.2, 0.3, 0.5]])
     assert TOKEN_LOSSES["acceptance"](q.log(), p).exp().reciprocal().item() == pytest.approx(0.7)
 
 
-def test_hidden_term_is_smooth_l1() -> None:
+def test_the_hidden_term_is_smooth_l1() -> None:
     outputs, states, terms = make_case("clover-2", False, torch.float32, None)
     terms = LossTerms(**{**vars(terms), "token_weight": 0.0})
     mask = MASKS["all"]()
@@ -175,7 +177,7 @@ def test_hidden_term_is_smooth_l1() -> None:
 # ------------------------------------------------------------------------------------------------ masks
 
 
-def test_prediction_mask_in_words() -> None:
+def test_the_prediction_mask_leaves_out_masked_labels() -> None:
     labels = torch.tensor([[5, 5, 5, -100, 5, 5]])
     mask = prediction_mask(labels, None, 3)  # head i at t predicts token t + 2 + i, of 6
     assert mask[0].tolist() == [[True, False, True, True, False]]
@@ -183,7 +185,7 @@ def test_prediction_mask_in_words() -> None:
     assert mask[2].tolist() == [[True, True, False, False, False]]
 
 
-def test_prediction_mask_stops_at_documents() -> None:
+def test_the_prediction_mask_stops_at_the_end_of_a_document() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     mask = prediction_mask(torch.zeros_like(positions), positions, 2)
     assert mask[0].tolist() == [[True, True, False, False, True, False]]
@@ -191,14 +193,14 @@ def test_prediction_mask_stops_at_documents() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-def test_masks_of_texts_shorter_than_the_heads(length: int) -> None:
+def test_masks_of_texts_shorter_than_the_heads_have_their_shape(length: int) -> None:
     mask = prediction_mask(torch.zeros(1, length, dtype=torch.long), None, 5)
     assert mask.shape == (5, 1, length - 1)
     assert mask.sum() == max(length - 2, 0)
     assert fed_tokens_mask(torch.ones(1, max(length - 1, 0), dtype=torch.bool), 5).shape == mask.shape
 
 
-def test_nucleus_is_what_transformers_keeps() -> None:
+def test_the_nucleus_is_what_warpers_of_transformers_keep() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = 2 * torch.randn(2, 40, VOCAB, generator=generator)
     tokens = torch.randint(0, VOCAB, (2, 40), generator=generator)
@@ -209,7 +211,7 @@ def test_nucleus_is_what_transformers_keeps() -> None:
     assert 0 < inside.sum() < inside.numel()
 
 
-def test_label_mask_needs_every_fed_token() -> None:
+def test_the_label_mask_needs_every_token_that_is_fed() -> None:
     inside = torch.tensor([[True, True, False, True, True]])
     mask = fed_tokens_mask(inside, 3)
     assert mask[0].tolist() == [[True, True, False, True, True]]
@@ -220,7 +222,7 @@ def test_label_mask_needs_every_fed_token() -> None:
 # ------------------------------------------------------------------------------------------------ hits
 
 
-def test_hits_and_hits_given_earlier() -> None:
+def test_hits_are_counted_alone_and_given_earlier_hits() -> None:
     ranks = torch.tensor([[[0, 1, 5, 0]], [[0, 0, 0, 2]]])  # two heads, four positions
     mask = torch.tensor([[[1, 1, 1, 1]], [[1, 1, 1, 0]]]).bool()
     counts = count_hits(ranks, mask)

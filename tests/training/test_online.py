@@ -57,7 +57,7 @@ def weights_of(model) -> torch.Tensor:
 # ---------------------------------------------------------------------- the first weights
 
 
-def test_the_first_fit_finds_the_linear_map_that_there_is(target, monkeypatch):
+def test_the_first_fit_finds_a_linear_map_between_states(target, monkeypatch):
     """States of which each is a linear function of the last one and of the token between."""
     heads = CloverHeads.from_target(target)
     heads.scaled_states = lambda states: states.float()
@@ -105,7 +105,7 @@ def test_new_heads_are_fitted_at_first_and_then_trained_whole(target):
 
 @pytest.mark.parametrize("in_graphs", [False, True])
 @pytest.mark.parametrize("kind", ["clover-x", "eagle-3"])
-def test_a_batch_is_heard_as_one_forward_over_its_texts_would_see_it(target, kind, in_graphs, request):
+def test_recorded_states_of_a_batch_equal_those_of_one_forward_per_text(target, kind, in_graphs, request):
     stand_in = request.getfixturevalue("captures") if in_graphs else None
     made = CloverHeads.from_target(target, num_heads=2) if kind == "clover-x" else Eagle3Heads.from_target(target)
     learner = learner_of(target, made)
@@ -136,7 +136,7 @@ def test_a_conversation_is_one_document_of_which_the_first_turn_is_known(target)
     assert torch.equal(heard[1].next_tokens, second[0, 1:])
 
 
-def test_rows_that_leave_the_batch_are_heard_to_their_end(target):
+def test_rows_that_leave_the_batch_are_recorded_to_their_end(target):
     learner, heard = learner_of(target), []
     prompt = torch.cat([PROMPT + row for row in range(5)])
     ending = int(target.generate(PROMPT, max_new_tokens=8, eos_token_id=None)[0, -4])
@@ -149,7 +149,7 @@ def test_rows_that_leave_the_batch_are_heard_to_their_end(target):
         assert torch.equal(document.next_tokens, text[1 : len(document) + 1])
 
 
-def test_while_it_is_open_heads_copy_from_earlier_texts(target):
+def test_an_open_learner_lets_heads_copy_from_earlier_texts(target):
     learner = learner_of(target)
     learner.heads.config.draft_copies = 8
     with learner:
@@ -167,7 +167,7 @@ def test_while_it_is_open_heads_copy_from_earlier_texts(target):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_tokens_are_those_of_plain_generate_and_drafts_get_better(target, do_sample):
+def test_tokens_equal_plain_while_drafts_get_better(target, do_sample):
     learner, heard, accepted = learner_of(target), [], []
     options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": do_sample}
     torch.manual_seed(0)
@@ -198,7 +198,7 @@ def test_a_packed_target_can_be_learned_from(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_callers_autocast_is_no_hindrance(target, dtype):
+def test_learning_works_under_the_callers_autocast(target, dtype):
     learner = learner_of(target)
     with learner, torch.autocast("cpu", dtype):
         plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
@@ -209,7 +209,7 @@ def test_a_callers_autocast_is_no_hindrance(target, dtype):
     assert all(weight.dtype == torch.float32 for weight in learner.heads.parameters())
 
 
-def test_inference_mode_is_no_hindrance(target):
+def test_learning_works_in_inference_mode(target):
     learner = learner_of(target)
     with torch.inference_mode(), learner:
         write(target, learner)
@@ -235,7 +235,7 @@ def test_learning_takes_no_more_than_its_share(target, monkeypatch):
         assert 0.15 * now[0] < learner._spent <= 0.25 * now[0] + 1
 
 
-def test_in_idle_time_it_learns_without_a_limit(target):
+def test_idle_time_is_used_for_learning_without_a_limit(target):
     learner = learner_of(target, share=0.0)
     with learner:
         for _ in range(3):
@@ -249,7 +249,7 @@ def test_in_idle_time_it_learns_without_a_limit(target):
         assert learner.steps > 0
 
 
-def test_two_threads_share_a_learner(target):
+def test_two_threads_may_share_a_learner(target):
     learner, texts = learner_of(target), {}
     plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
     with learner:
@@ -267,7 +267,7 @@ def test_two_threads_share_a_learner(target):
     assert learner.steps > 0
 
 
-def test_rates_come_down_as_gains_flatten_then_learning_rests_and_a_new_kind_of_text_wakes_it():
+def test_rates_fall_then_learning_rests_until_a_new_kind_of_text_comes():
     pace, rates = Pace(), []
     while not pace.is_resting:
         pace.note(2.0)
@@ -293,7 +293,7 @@ def test_heads_that_were_trained_in_this_process_learn_more_slowly_than_new_ones
     assert OnlineLearner(heads, target).pace.rate_then == online.RATE_OF_TRAINED
 
 
-def test_while_it_rests_no_weight_changes(target):
+def test_a_resting_learner_changes_no_weight(target):
     learner = learner_of(target)
     learner.pace.is_resting = True
     before = weights_of(learner.heads)
@@ -303,7 +303,7 @@ def test_while_it_rests_no_weight_changes(target):
     assert torch.equal(weights_of(learner.heads), before)
 
 
-def test_old_texts_are_kept_within_the_memory_and_each_had_the_same_chance():
+def test_old_texts_are_kept_at_random_within_the_memory_limit():
     lessons = Lessons(most_bytes=100 * (8 * 4 + 4 * 8), most_new=8)
     for number in range(1000):
         lessons.add([Document(torch.zeros(4, 4, dtype=torch.bfloat16), torch.full((4,), number))])
@@ -393,7 +393,7 @@ def test_no_text_reaches_the_folder(target, tmp_path):
     assert not any(str(text[4:8].tolist())[1:-1] in path.read_text(errors="ignore") for path in tmp_path.glob("*.*"))
 
 
-def test_what_it_goes_on_from_is_not_pushed(target, tmp_path):
+def test_the_learners_state_is_not_pushed(target, tmp_path):
     with learner_of(target, folder=tmp_path) as learner:
         write(target, learner)
     pushed = files_to_push(tmp_path, "org/clover-heads")
@@ -402,7 +402,7 @@ def test_what_it_goes_on_from_is_not_pushed(target, tmp_path):
     assert {"model.safetensors", "config.json", "README.md"} <= pushed.keys()
 
 
-def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
+def test_emitted_ids_replace_unused_ids_of_the_draft_vocabulary(target):
     made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=32)
     learner = learner_of(target, made)
     with learner:
@@ -419,7 +419,7 @@ def test_ids_that_are_emitted_take_the_place_of_ids_that_are_not(target):
     )
 
 
-def test_new_heads_are_made_where_nobody_has_any_and_no_random_number_is_used(target):
+def test_new_heads_are_made_without_using_the_callers_random_numbers(target):
     torch.manual_seed(7)
     state = torch.get_rng_state()
     learner = OnlineLearner(None, target)
@@ -427,7 +427,7 @@ def test_new_heads_are_made_where_nobody_has_any_and_no_random_number_is_used(ta
     assert isinstance(learner.heads, CloverHeads)
 
 
-def test_it_says_how_drafting_went(target):
+def test_the_record_has_an_entry_for_each_call(target):
     with learner_of(target) as learner:
         for _ in range(3):
             write(target, learner)
@@ -512,7 +512,7 @@ def test_a_step_that_fails_leaves_generate_alone(target, monkeypatch, caplog):
     assert "Learning is off: a step failed (something odd)" in caplog.text
 
 
-def test_a_full_disk_is_said_and_generate_goes_on(target, tmp_path, monkeypatch, caplog):
+def test_a_full_disk_is_logged_and_generate_goes_on(target, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(online, "STEPS_BETWEEN_SAVES", 1)
     learner = learner_of(target, folder=tmp_path)
 
@@ -551,7 +551,7 @@ def test_heads_learn_from_one_learner_at_a_time(target):
         pass
 
 
-def test_what_the_target_said_before_it_changed_is_forgotten(target):
+def test_texts_are_forgotten_when_the_target_changes(target):
     learner = learner_of(target, share=0.0)
     with learner:
         for _ in range(2):
@@ -575,7 +575,7 @@ def test_heads_of_other_sizes_are_refused(target, tmp_path):
 
 
 @pytest.mark.parametrize("share", [-1.0, 1.5])
-def test_a_share_that_is_none_is_refused(target, share):
+def test_a_share_outside_0_to_1_is_refused(target, share):
     with pytest.raises(ValueError, match=f"`share={share}` must be from 0 to 1"):
         OnlineLearner(None, target, share=share)
 

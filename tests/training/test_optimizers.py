@@ -35,7 +35,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_it_is_muon_for_matrices_and_adamw_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_equal_muon_for_matrices_and_adamw_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "multiplies_bfloat16_fast", lambda device: True)
     ours, theirs = network(), network()
     matrices = [parameter for parameter in theirs.parameters() if parameter.ndim == 2]
@@ -50,7 +50,7 @@ def test_it_is_muon_for_matrices_and_adamw_for_the_rest(monkeypatch: pytest.Monk
     assert not same(ours, network())
 
 
-def test_where_bfloat16_is_slow_the_same_steps_are_taken_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_in_float32_equal_those_in_bfloat16_except_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     start = {shape: torch.randn(shape) for shape in ((64, 32), (32, 64), (48, 48))}
     taken = {}
@@ -82,7 +82,7 @@ def test_the_iteration_in_float32_makes_singular_values_about_one() -> None:
         assert torch.nn.functional.cosine_similarity(made.flatten(), (left @ right).flatten(), dim=0) > 0.97
 
 
-def test_a_cpu_says_whether_it_multiplies_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_bfloat16_is_read_from_the_cpus_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     for known, fast in (({"avx512_bf16": True}, True), ({"avx2": True, "avx512_bf16": False}, False), ({}, False)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known, raising=False)
         assert optimizers.multiplies_bfloat16_fast(torch.device("cpu")) == fast
@@ -106,7 +106,7 @@ def test_a_schedule_moves_both_rates() -> None:
     assert [part.param_groups[0]["lr"] for part in optimizer.parts] == pytest.approx([0.01, 5e-4])
 
 
-def test_it_goes_on_from_its_state(tmp_path: Path) -> None:
+def test_the_optimizer_goes_on_from_its_saved_state(tmp_path: Path) -> None:
     whole, halves = network(), network()
     take_steps(whole, [MuonAndAdamW(whole.parameters())], 6)
     first = MuonAndAdamW(halves.parameters())
@@ -118,7 +118,7 @@ def test_it_goes_on_from_its_state(tmp_path: Path) -> None:
     assert same(whole, halves)
 
 
-def test_only_matrices_and_no_matrices() -> None:
+def test_the_optimizer_works_with_only_matrices_or_none() -> None:
     for parameter in (nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))):
         optimizer = MuonAndAdamW([parameter])
         parameter.grad = torch.randn_like(parameter)
@@ -167,7 +167,7 @@ def test_a_short_run_takes_larger_steps(tmp_path: Path) -> None:
     assert set(seen[0.005]) == {0.005}
 
 
-def test_trained_heads_that_go_on_are_told_of_small_rates(
+def test_going_on_with_trained_heads_logs_that_small_rates_suit_them(
     tmp_path: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
     target, path = make_target(), str(tmp_path / "heads")
@@ -184,7 +184,7 @@ def test_trained_heads_that_go_on_are_told_of_small_rates(
 
 
 @pytest.mark.parametrize("given", [0.0, 0.3])
-def test_the_users_own_weight_decay(tmp_path: Path, given: float) -> None:
+def test_the_users_weight_decay_applies_to_muon_only(tmp_path: Path, given: float) -> None:
     options = {"variant": "clover-x", "num_heads": 2}
     trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, weight_decay=given)
     trainer.create_optimizer_and_scheduler(num_training_steps=2)
@@ -192,7 +192,7 @@ def test_the_users_own_weight_decay(tmp_path: Path, given: float) -> None:
     assert {group["weight_decay"] for group in trainer.optimizer.parts[1].param_groups} == {0.0}
 
 
-def test_what_the_user_says_goes_first(tmp_path: Path) -> None:
+def test_arguments_of_the_user_override_the_recipe(tmp_path: Path) -> None:
     given = dict(loss_type="acceptance", hidden_loss_weight=0.5, muon_learning_rate=0.0)
     trainer = make_trainer(tmp_path, make_target(), model_init_kwargs={"variant": "clover-x"}, **given)
     assert {name: getattr(trainer.args, name) for name in given} == given
@@ -202,7 +202,7 @@ def test_what_the_user_says_goes_first(tmp_path: Path) -> None:
 
 
 def test_heads_go_on_with_the_loss_that_they_were_trained_with(tmp_path: Path) -> None:
-    """Of a loss without a hidden term, the weight of the variant's hidden term is not theirs."""
+    """Where that loss has no hidden term, the weight of the variant's hidden term does not apply."""
     first = make_trainer(tmp_path, make_target(), loss_type="kl", model_init_kwargs={"variant": "clover-2"})
     assert (first.teacher.loss_terms.token_loss, first.teacher.loss_terms.hidden_weight) == ("kl", 0.0)
     first.heads.save_pretrained(tmp_path / "heads")
@@ -241,14 +241,14 @@ def test_muon_is_off_where_something_else_was_asked_for(tmp_path: Path, what: st
     assert not isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
 
 
-def test_muon_cannot_go_with_another_optimizer(tmp_path: Path) -> None:
+def test_muon_with_another_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"muon_learning_rate=0.1` cannot go with another optimizer: leave it out"):
         make_trainer(tmp_path, make_target(), muon_learning_rate=0.1, optim="sgd")
     with pytest.raises(ValueError, match=r"muon_learning_rate=-1.0.*must not be negative"):
         make_trainer(tmp_path, make_target(), muon_learning_rate=-1.0)
 
 
-def test_muon_needs_a_torch_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_is_off_or_refused_where_torch_lacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_clover.training.arguments.HAS_MUON", False)
     trainer = make_trainer(tmp_path, make_target(), model_init_kwargs={"variant": "clover-x"})
     assert trainer.args.muon_learning_rate == 0.0
@@ -258,7 +258,7 @@ def test_muon_needs_a_torch_that_has_it(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_machine_without_an_accelerator_needs_no_word(
+def test_without_an_accelerator_training_uses_the_cpu_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fast: bool
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

@@ -28,7 +28,7 @@ DATA = [12, 9, 16, 7, 12, 10, 14, 8]
     [{}, {"packing": True, "max_length": 32, "per_device_train_batch_size": 2}, {"pad_to_multiple_of": 8}],
     ids=["padded", "packed", "multiple of 8"],
 )
-def test_online_equals_precomputed(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_precomputed_states_give_the_losses_of_online_training(tmp_path: Path, fields: dict[str, Any]) -> None:
     runs = []
     for precompute in (False, True):
         options = {"eval_dataset": random_ids([9, 12], seed=2)}
@@ -53,8 +53,8 @@ def test_online_equals_precomputed(tmp_path: Path, fields: dict[str, Any]) -> No
     assert runs[0] != runs[1]
 
 
-def test_a_target_with_layer_norms(tmp_path: Path) -> None:
-    """They take no bfloat16 where their weights are float32."""
+def test_precomputed_states_work_for_a_target_with_layer_norms(tmp_path: Path) -> None:
+    """LayerNorms take no bfloat16 where their weights are float32."""
     runs = []
     for precompute in (False, True):
         torch.manual_seed(0)
@@ -130,7 +130,7 @@ def test_samples_of_one_length_go_together(tmp_path: Path) -> None:
         torch.testing.assert_close(stored, alone.bfloat16())
 
 
-def test_what_is_stored_is_the_states_in_bfloat16(tmp_path: Path) -> None:
+def test_states_are_stored_in_bfloat16(tmp_path: Path) -> None:
     teacher = CountingTeacher()
     dataset = precompute(tmp_path, teacher)
     collator = TargetStatesCollator(DataCollatorForLanguageModeling(pad_token_id=0), hidden_size=32)
@@ -142,7 +142,7 @@ def test_what_is_stored_is_the_states_in_bfloat16(tmp_path: Path) -> None:
     assert batch["hidden_states"][~real].abs().sum() == 0
 
 
-def test_the_size_is_said_and_checked_first(
+def test_the_size_on_disk_is_logged_and_checked_before_any_forward(
     tmp_path: Path, transformers_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -154,7 +154,7 @@ def test_the_size_is_said_and_checked_first(
     assert "hidden states take 5.25e-06 GiB" in transformers_log.text  # 88 tokens of 32 numbers of 2 bytes
 
 
-def test_a_folder_of_other_data_or_another_target(tmp_path: Path) -> None:
+def test_a_folder_of_other_data_or_another_target_is_refused(tmp_path: Path) -> None:
     precompute(tmp_path, CountingTeacher())
     with pytest.raises(ValueError, match="another dataset or target: samples, input_ids_sha256 differ"):
         precompute(tmp_path, CountingTeacher(), lengths=[12, 9])

@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments(tmp_path: Path, name: str) -> None:
+def test_impossible_training_arguments_are_refused_by_name(tmp_path: Path, name: str) -> None:
     fields, message = ARGUMENTS[name]
     with pytest.raises(ValueError, match=message):
         make_args(tmp_path, **fields)
@@ -61,14 +61,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(tmp_path: Path, name: str) -> None:
+def test_impossible_options_of_the_trainer_are_refused_by_name(tmp_path: Path, name: str) -> None:
     options, message = OPTIONS[name]
     given = {"teacher_model": make_target(), "args": make_args(tmp_path), "train_dataset": random_ids([9] * 4)}
     with pytest.raises((TypeError, ValueError), match=message):
         CloverTrainer(**{**given, "processing_class": make_tokenizer(), **options})
 
 
-def test_missing_column(tmp_path: Path) -> None:
+def test_a_dataset_without_a_known_column_is_refused(tmp_path: Path) -> None:
     dataset = Dataset.from_dict({"question": ["w1 w2"], "answer": ["w3 w4"]})
     with pytest.raises(ValueError, match=r"columns \['answer', 'question'\] and none.*`dataset_text_field`"):
         make_trainer(tmp_path, make_target(), dataset)
@@ -77,12 +77,12 @@ def test_missing_column(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_samples_too_short(tmp_path: Path, packing: bool) -> None:
+def test_a_dataset_of_samples_too_short_is_refused(tmp_path: Path, packing: bool) -> None:
     with pytest.raises(ValueError, match=r"too short for 3 heads: they need 5 tokens, and the longest has 4.*`num"):
         make_trainer(tmp_path, make_target(), random_ids([4, 3, 4, 2]), packing=packing)
 
 
-def test_a_stream_of_samples_too_short(tmp_path: Path) -> None:
+def test_a_stream_of_samples_too_short_is_an_error_in_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, make_target(), random_ids([2, 1, 2, 2]).to_iterable_dataset())
     with pytest.raises(ValueError, match="`train_dataset` gave no sample that is long enough"):
         trainer.train()
@@ -96,12 +96,12 @@ def test_short_samples_among_long_ones_are_left_out(
     assert "2 of 4 samples are shorter than 3 tokens" in transformers_log.text
 
 
-def test_a_tokenizer_with_more_tokens(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"not the target's tokenizer: it gives 'w40' the id 47.*40 token embeddings"):
         make_trainer(tmp_path, make_target(vocab_size=40), random_ids([9] * 4))
 
 
-def test_another_tokenizer(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_not_the_targets_is_refused(tmp_path: Path) -> None:
     target, tokenizer = make_target(), make_tokenizer()
     target.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -114,7 +114,7 @@ def test_another_tokenizer(tmp_path: Path) -> None:
         make_trainer(tmp_path / "out", target, options={"processing_class": other})
 
 
-def test_heads_of_another_target(tmp_path: Path) -> None:
+def test_heads_of_another_target_are_refused(tmp_path: Path) -> None:
     heads = CloverHeads.from_target(make_target(seed=1))
     with pytest.raises(ValueError, match="made for another target"):
         make_trainer(tmp_path, make_target(), options={"model": heads})
@@ -122,24 +122,24 @@ def test_heads_of_another_target(tmp_path: Path) -> None:
         make_trainer(tmp_path, make_target(hidden_size=64), options={"model": heads})
 
 
-def test_an_optimizer_for_the_target(tmp_path: Path) -> None:
+def test_an_optimizer_that_would_train_the_target_is_refused(tmp_path: Path) -> None:
     target = make_target()
     optimizer = torch.optim.AdamW(target.parameters())
     with pytest.raises(ValueError, match=r"would train 21 parameters of the target.*heads.parameters\(\)"):
         make_trainer(tmp_path, target, options={"optimizers": (optimizer, None)})
 
 
-def test_draft_vocabulary_larger_than_the_vocabulary(tmp_path: Path) -> None:
+def test_a_draft_vocabulary_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"draft_vocab_size=100.*at most {VOCAB}"):
         make_trainer(tmp_path, make_target(), draft_vocab_size=100)
 
 
-def test_draft_vocabulary_with_an_adapter(tmp_path: Path) -> None:
+def test_a_draft_vocabulary_with_an_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"draft_vocab_size=20.*an adapter does not carry the ids"):
         make_trainer(tmp_path, make_target(), draft_vocab_size=20, options={"peft_config": LoraConfig()})
 
 
-def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_training(tmp_path: Path) -> None:
     heads = CloverHeads.from_target(make_target(), "clover-2", num_heads=2)
     heads.first_fc.weight.data.fill_(float("nan"))
     trainer = make_trainer(tmp_path, make_target(), options={"model": heads})
@@ -147,7 +147,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_a_target_that_is_not_finite(tmp_path: Path) -> None:
+def test_target_states_that_are_not_finite_stop_training(tmp_path: Path) -> None:
     target = make_target()
     trainer = make_trainer(tmp_path, target)
     target.model.layers[0].mlp.down_proj.weight.data.fill_(float("inf"))
@@ -155,7 +155,7 @@ def test_a_target_that_is_not_finite(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_packing_with_a_target_that_mixes_documents(tmp_path: Path) -> None:
+def test_packing_with_a_target_that_mixes_documents_is_refused(tmp_path: Path) -> None:
     """Bloom knows no position_ids, so packed documents see each other."""
     torch.manual_seed(0)
     config = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.5)
@@ -173,7 +173,7 @@ PARALLELISM: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", PARALLELISM)
-def test_parallelism(name: str) -> None:
+def test_kinds_of_parallelism_that_do_not_work_are_refused(name: str) -> None:
     settings, message = PARALLELISM[name]
     settings = {"fsdp_version": 2, "cpu_ram_efficient_loading": False, "cp_enabled": False, **settings}
     accelerator = SimpleNamespace(
@@ -185,7 +185,7 @@ def test_parallelism(name: str) -> None:
         check_parallelism(accelerator)
 
 
-def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_without_trl_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "hf_clover.training.config")
     with pytest.raises(ImportError, match=r"pip install 'hf-clover\[train\]'"):

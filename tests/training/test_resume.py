@@ -103,7 +103,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_resume_with_an_adapter(tmp_path: Path) -> None:
+def test_resume_with_an_adapter_equals_an_unbroken_run(tmp_path: Path) -> None:
     def options() -> dict[str, Any]:
         torch.manual_seed(0)
         heads = CloverHeads.from_target(make_target(), num_heads=2)
@@ -123,10 +123,10 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_steps": -1, "num_train_epochs": 2}], ids=["steps", "epochs"])
-def test_a_finished_run_is_not_gone_on_with(
+def test_resuming_a_finished_run_changes_nothing(
     fields: dict[str, Any], tmp_path: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
-    """A constant rate would change the weights in a step beyond the last."""
+    """With a constant rate, a step beyond the last would change the weights."""
     fields = {"lr_scheduler_type": "constant", **fields}
     finished = make_run(tmp_path, **fields)
     finished.train()

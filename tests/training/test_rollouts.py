@@ -41,7 +41,7 @@ def weights_of(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_the_policy_is_bit_for_bit_that_of_plain_rollouts(tmp_path, monkeypatch, learns):
+def test_the_policy_has_the_weights_of_plain_rollouts_bit_for_bit(tmp_path, monkeypatch, learns):
     monkeypatch.setattr(online, "TOKENS", 40)
     monkeypatch.setattr(first_fit, "FIRST", 20)
     monkeypatch.setattr(first_fit, "LAST", 40)
@@ -78,6 +78,6 @@ def test_vllm_is_refused(tmp_path):
         SpeculativeRollouts(trainer, CloverHeads.from_target(policy, num_heads=2))
 
 
-def test_what_is_no_heads_is_refused(tmp_path):
+def test_a_value_that_is_no_heads_is_refused(tmp_path):
     with pytest.raises(TypeError, match="`heads` must be an `OnlineLearner` or draft heads, not a `str`"):
         SpeculativeRollouts(trainer_of(tmp_path, make_target()), "my-heads")

@@ -50,7 +50,7 @@ def test_greedy_answers_are_plain_generates_and_rows_leave_when_they_end(target)
     assert rows[0] == len(PROMPTS)
 
 
-def test_what_looks_at_the_text_sees_all_rows_to_the_end(target):
+def test_answers_with_a_processor_of_the_text_do_not_depend_on_the_batch(target):
     rows = count_rows(target)
     assert answered(target, do_sample=False, no_repeat_ngram_size=2, batch_size=3) == [
         answered(target, [prompt], do_sample=False, no_repeat_ngram_size=2)[0] for prompt in PROMPTS
@@ -58,8 +58,8 @@ def test_what_looks_at_the_text_sees_all_rows_to_the_end(target):
     assert rows[0] == 3
 
 
-def test_samples_belong_to_their_prompts(target):
-    """Not to the batch, the order, or what else is asked."""
+def test_samples_depend_on_prompt_and_seed_alone(target):
+    """Not on the batch, the order, or the other prompts."""
     options = {"do_sample": True, "temperature": 1.5}
     first = answered(target, **options)
     assert first == answered(target, batch_size=2, **options)
@@ -70,7 +70,7 @@ def test_samples_belong_to_their_prompts(target):
     assert sum(one != two for one, two in zip(first, other, strict=True)) > 3
 
 
-def test_samples_with_heads_come_again(target):
+def test_samples_with_heads_are_reproducible(target):
     heads = CloverHeads.from_target(target, num_heads=2)
     options = {"do_sample": True, "assistant_model": heads, "batch_size": 3}
     assert answered(target, **options) == answered(target, **options)
@@ -90,7 +90,7 @@ def test_other_ways_to_generate_are_left_to_transformers(target, monkeypatch):
     assert all(isinstance(answer, str) for answer in answered(target, num_beams=2, do_sample=False))
 
 
-def test_what_is_too_much_at_once_is_asked_in_halves(target, monkeypatch):
+def test_a_batch_that_fails_is_asked_in_halves(target, monkeypatch):
     asked, generate = [], target.generate
 
     def small(**inputs: Any) -> Any:

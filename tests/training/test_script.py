@@ -52,7 +52,7 @@ def write_config(workdir: Path, **fields: Any) -> list[str]:
     return ["--config", str(workdir / "config.yaml")]
 
 
-def test_a_file_and_flags(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_takes_a_config_file_and_flags(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = script.main([*write_config(workdir), "--assistant_only_loss", "--loss_type", "acceptance"])
     assert trainer.args.loss_type == "acceptance"
     assert any("eval_tokens_per_forward" in line for line in trainer.state.log_history)
@@ -62,7 +62,7 @@ def test_a_file_and_flags(workdir: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"Heads saved to {workdir / 'out'}" in capsys.readouterr().out
 
 
-def test_going_on_with_heads_and_with_a_checkpoint(workdir: Path) -> None:
+def test_training_goes_on_from_a_checkpoint_and_from_saved_heads(workdir: Path) -> None:
     script.main(write_config(workdir))
     resumed = script.main([*write_config(workdir, max_steps=6), "--resume_from_checkpoint", "true"])
     steps = [line["step"] for line in resumed.state.log_history if "train_runtime" in line]
@@ -96,12 +96,12 @@ def test_a_finished_run_changes_nothing(workdir: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("name", ["teacher_model_name_or_path", "dataset_name"])
-def test_what_is_missing_is_named(workdir: Path, name: str) -> None:
+def test_a_missing_argument_is_named(workdir: Path, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is required"):
         script.main(write_config(workdir, **{name: None}))
 
 
-def test_one_file_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_file_is_read_and_a_missing_split_refused(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workdir / "data")
     script.main(write_config(workdir, dataset_name="train.jsonl", eval_strategy="no", max_steps=1))
     assert CloverHeads.from_pretrained(workdir / "out").config.num_heads == 2
@@ -119,7 +119,7 @@ def test_one_file_where_one_stands(workdir: Path, monkeypatch: pytest.MonkeyPatc
         script.main(write_config(workdir, dataset_name=".", dataset_train_split="learn"))
 
 
-def test_help_says_what_is_true_of_heads() -> None:
+def test_the_help_describes_heads_and_not_fine_tuning() -> None:
     said = " ".join(script.make_parser().format_help().split())
     for untrue in (
         "Works only with LoRA",
@@ -133,7 +133,7 @@ def test_help_says_what_is_true_of_heads() -> None:
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "a/b/c", "data/trian.jsonl", "nowhere.jsonl"])
-def test_a_mistyped_path_is_said_at_once(workdir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistyped_path_is_an_error_at_once(workdir: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workdir)
     with pytest.raises(ValueError, match=f"the dataset {name!r} is not here: there is no such file or folder"):
         script.main(write_config(workdir, dataset_name=name))
@@ -149,7 +149,7 @@ def test_unknown_fields_are_named(workdir: Path) -> None:
         script.main(write_config(workdir, no_such_field=1))
 
 
-def test_the_targets_options() -> None:
+def test_options_for_loading_the_target_come_from_the_arguments() -> None:
     parse = script.make_parser().parse_args_and_config
     common = ["--output_dir", "out", "--use_cpu", "--bf16", "false"]
     _, training_args, model_args = parse([*common, "--attn_implementation", "sdpa"])

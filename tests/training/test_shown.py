@@ -29,7 +29,7 @@ def test_each_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert evaluated == f"Step 2 of 2, evaluated: loss {line['eval_loss']:.3f}, {length:.2f} tokens per forward"
 
 
-def test_with_a_bar_there_is_no_dictionary_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_beside_a_bar_are_lines_and_no_dictionaries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_trainer(tmp_path, make_target(), max_steps=1, disable_tqdm=False).train()
     out, err = capsys.readouterr()
     assert out.startswith("Step 1 of 1: loss ")
@@ -54,6 +54,6 @@ def test_a_slow_first_step_on_a_cpu_says_what_to_change(
     assert "On a CPU" not in capsys.readouterr().out
 
 
-def test_times_in_words() -> None:
+def test_times_are_shown_in_seconds_minutes_or_hours() -> None:
     said = [callbacks._in_words(seconds) for seconds in (0.2, 99, 100, 5000, 6000, 9000)]
     assert said == ["0 s", "99 s", "2 min", "83 min", "1 h 40 min", "2 h 30 min"]

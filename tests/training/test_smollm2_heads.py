@@ -43,7 +43,7 @@ def trained(script, tmp_path_factory) -> Path:
     return folder
 
 
-def test_it_leaves_heads_in_bfloat16_that_draft(trained):
+def test_the_script_saves_bfloat16_heads_that_give_plain_tokens(trained):
     heads = CloverHeads.from_pretrained(trained / "heads")
     assert heads.config.target_name_or_path == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert {tensor.dtype for tensor in heads.parameters()} == {torch.bfloat16}
@@ -58,7 +58,7 @@ def test_it_leaves_heads_in_bfloat16_that_draft(trained):
     assert not list((trained / "heads").glob("*.py"))
 
 
-def test_the_last_fiftieth_of_the_questions_is_held_out(trained):
+def test_results_hold_training_and_acceptance_and_no_local_path(trained):
     results = json.loads((trained / "heads" / "clover_results.json").read_text())
     assert results["training"]["datasets"] == ["answers.jsonl"]
     assert results["training"]["settings"]["muon_learning_rate"] > 0
@@ -66,7 +66,7 @@ def test_the_last_fiftieth_of_the_questions_is_held_out(trained):
     assert str(trained) not in json.dumps(results) + (trained / "heads" / "README.md").read_text()
 
 
-def test_a_benchmark_comes_onto_the_card(script, trained):
+def test_a_benchmark_is_added_to_the_card(script, trained):
     target = AutoModelForCausalLM.from_pretrained(trained / "target")
     tokenizer = AutoTokenizer.from_pretrained(trained / "target")
     heads = CloverHeads.from_pretrained(trained / "heads", dtype=torch.float32)

@@ -109,7 +109,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     assert not all(torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
 
 
-def test_weights_of_the_loss(tmp_path: Path) -> None:
+def test_loss_weights_reach_the_loss_and_the_config(tmp_path: Path) -> None:
     """Fields of the arguments reach the loss and are written down with the heads."""
     target = make_target()
     weights = {"loss_decay": 0.5, "hidden_loss_weight": 0.0, "token_loss_weight": 2.0}
@@ -121,7 +121,7 @@ def test_weights_of_the_loss(tmp_path: Path) -> None:
     assert (config.loss_decay, config.hidden_loss_weight, config.token_loss_weight) == (0.5, 0.0, 2.0)
 
 
-def test_label_mask(tmp_path: Path) -> None:
+def test_the_label_mask_keeps_the_targets_own_text_and_drops_other_text(tmp_path: Path) -> None:
     """Of the target's own greedy text nothing is masked, of tokens it finds unlikely nearly everything."""
     target = make_target()
     own = Dataset.from_dict({"input_ids": own_text(target, 4, 12)})
@@ -152,7 +152,7 @@ def test_heads_are_trained_in_float32_and_saved_whole(tmp_path: Path) -> None:
     assert all(torch.equal(weights(trainer)[name], tensor) for name, tensor in again.heads.state_dict().items())
 
 
-def test_mixed_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_training_keeps_weights_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 only: on the CPU, where this runs, transformers does not autocast to float16. What is scored with the
     lm_head, most of a step's products, is computed in it too."""
     score, scored = CloverHeads.score, []
@@ -217,7 +217,7 @@ FORMATS: dict[str, tuple[dict[str, list[Any]], dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-def test_dataset_formats(tmp_path: Path, name: str, streaming: bool) -> None:
+def test_every_dataset_format_gives_its_labels_and_trains(tmp_path: Path, name: str, streaming: bool) -> None:
     columns, args, expected = FORMATS[name]
     dataset = Dataset.from_dict({column: values * 4 for column, values in columns.items()})
     trainer = make_trainer(tmp_path, make_target(), dataset.to_iterable_dataset() if streaming else dataset, **args)
@@ -236,7 +236,7 @@ def test_streaming_equals_map_style(tmp_path: Path) -> None:
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
-def test_formatting_function(tmp_path: Path) -> None:
+def test_a_formatting_function_makes_the_text_to_train_on(tmp_path: Path) -> None:
     dataset = Dataset.from_dict({"question": ["w1 w2 w3"] * 4, "answer": ["w4 w5"] * 4})
     options = {"formatting_func": lambda sample: f"{sample['question']} {sample['answer']}"}
     trainer = make_trainer(tmp_path, make_target(), dataset, options=options)
@@ -259,7 +259,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_packed_equals_unpacked(tmp_path: Path, name: str) -> None:
+def test_packing_gives_the_same_gradients_and_losses(tmp_path: Path, name: str) -> None:
     dataset = random_ids([12, 9, 16, 7, 4, 3])
     plain = make_trainer(tmp_path, make_target(), dataset, per_device_train_batch_size=6, max_steps=1)
     packed = make_trainer(tmp_path, make_target(), dataset, max_steps=1, **PACKINGS[name])
@@ -270,7 +270,7 @@ def test_packed_equals_unpacked(tmp_path: Path, name: str) -> None:
     assert counted[0] == pytest.approx(counted[1])
 
 
-def test_accumulation_equals_one_batch(tmp_path: Path) -> None:
+def test_gradient_accumulation_equals_one_large_batch(tmp_path: Path) -> None:
     dataset = random_ids([12, 9, 16, 7, 5, 10, 14, 3])
     common = {"max_steps": 1, "train_sampling_strategy": "sequential"}
     whole = make_trainer(tmp_path, make_target(), dataset, per_device_train_batch_size=8, **common)
@@ -281,7 +281,7 @@ def test_accumulation_equals_one_batch(tmp_path: Path) -> None:
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
 
 
-def test_padding_changes_nothing(tmp_path: Path) -> None:
+def test_padding_changes_no_gradient(tmp_path: Path) -> None:
     dataset = random_ids([12, 5, 9, 12])
     plain = make_trainer(tmp_path, make_target(), dataset, max_steps=1)
     padded = make_trainer(tmp_path, make_target(), dataset, max_steps=1, pad_to_multiple_of=32)
@@ -291,7 +291,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ adapters
 
 
-def test_lora_on_the_heads(tmp_path: Path) -> None:
+def test_lora_saves_an_adapter_alone_and_leaves_the_heads_as_they_were(tmp_path: Path) -> None:
     target = make_target()
     heads = CloverHeads.from_target(target, num_heads=2)
     heads.save_pretrained(tmp_path / "heads")
@@ -314,7 +314,7 @@ def test_lora_on_the_heads(tmp_path: Path) -> None:
     torch.testing.assert_close(adapted.eval()(hidden, tokens).head_outputs, expected)
 
 
-def test_an_adapter_can_be_trained_on(tmp_path: Path) -> None:
+def test_training_goes_on_with_a_given_adapter(tmp_path: Path) -> None:
     target = make_target()
     model = get_peft_model(CloverHeads.from_target(target, num_heads=2), LoraConfig(target_modules="all-linear"))
     trainer = make_trainer(tmp_path, target, options={"model": model}, model_init_kwargs=None)
@@ -324,7 +324,7 @@ def test_an_adapter_can_be_trained_on(tmp_path: Path) -> None:
     assert all("lora" in name for name in trained)
 
 
-def test_a_target_with_an_adapter(tmp_path: Path) -> None:
+def test_heads_learn_from_a_target_with_its_adapter(tmp_path: Path) -> None:
     """The heads learn from the target as it is with its adapter, which is not changed."""
     config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
@@ -353,7 +353,7 @@ class Int8Linear(nn.Module):
         return x @ (self.weight * self.scale).T
 
 
-def test_a_quantised_target(tmp_path: Path) -> None:
+def test_heads_learn_from_a_quantised_target(tmp_path: Path) -> None:
     target = make_target().requires_grad_(False)
     for module in list(target.modules()):
         for name, child in list(module.named_children()):
@@ -369,7 +369,7 @@ def test_a_quantised_target(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- where things come from
 
 
-def test_everything_from_paths(tmp_path: Path) -> None:
+def test_the_trainer_loads_target_heads_and_tokenizer_from_paths(tmp_path: Path) -> None:
     target, tokenizer = make_target(), make_tokenizer()
     target.bfloat16().save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
@@ -385,7 +385,7 @@ def test_everything_from_paths(tmp_path: Path) -> None:
     trainer.train()
 
 
-def test_evaluation(tmp_path: Path) -> None:
+def test_evaluation_logs_losses_and_acceptance_of_every_head(tmp_path: Path) -> None:
     options = {"eval_dataset": random_ids([12, 9, 7, 14], seed=1)}
     trainer = make_trainer(tmp_path, make_target(), options=options, eval_strategy="steps", eval_steps=1)
     trainer.train()
@@ -416,7 +416,7 @@ def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
     assert len(results["acceptance"]["by_head"]) == 3
 
 
-def test_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_to_hub_pushes_the_folder_with_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed: list[tuple[Any, ...]] = []
 
     def push(*args: Any, **options: Any) -> Any:
@@ -437,7 +437,7 @@ def test_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "README.md" not in files, "the card comes when the push went through"
 
 
-def test_metrics_in_numbers() -> None:
+def test_metrics_equal_those_counted_by_hand() -> None:
     """Two heads: the first right 3 times in 4, the second once where the first was right, in 2 cases that count."""
 
     class OneProcess:
@@ -462,7 +462,7 @@ def test_metrics_in_numbers() -> None:
 # ------------------------------------------------------------------------------------------------ draft vocabulary
 
 
-def test_draft_vocabulary(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
+def test_a_draft_vocabulary_is_the_most_common_ids(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
     ids = [[10, 11, 12, 10, 11, 10]] * 3 + [[20, 21, 22, 23, 24, 10]]
     trainer = make_trainer(tmp_path, make_target(), Dataset.from_dict({"input_ids": ids}), draft_vocab_size=3)
     assert trainer.heads.draft_ids.tolist() == [10, 11, 12]
@@ -474,7 +474,7 @@ def test_draft_vocabulary(tmp_path: Path, transformers_log: pytest.LogCaptureFix
     assert heads.score(torch.randn(2, 32)).shape == (2, 3)
 
 
-def test_draft_vocabulary_of_a_stream(tmp_path: Path) -> None:
+def test_the_draft_vocabulary_of_a_stream_is_filled_with_the_lowest_ids(tmp_path: Path) -> None:
     dataset = Dataset.from_dict({"input_ids": [[10, 11, 12, 10, 11, 10]] * 4}).to_iterable_dataset()
     trainer = make_trainer(tmp_path, make_target(), dataset, draft_vocab_size=5)
     assert trainer.heads.draft_ids.tolist() == [0, 1, 10, 11, 12]  # the lowest ids fill what the data leaves
