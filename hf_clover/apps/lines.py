@@ -17,6 +17,13 @@ def print_line(console: "Console", line: str, style: str | None = None) -> None:
     console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
+def print_to_stderr(line: str, style: str) -> None:
+    """`print_line` on standard error, for what is no result of a command."""
+    from rich.console import Console
+
+    print_line(Console(stderr=True), line, style)
+
+
 def lines_of(learner: Any) -> list[str]:
     """The lines that an `OnlineLearner` adds under an answer; none without a learner."""
     return [] if learner is None else [f"heads that learn: {learner}"]
@@ -57,4 +64,4 @@ def _columns(text: str) -> int:
     return cell_len(text)
 
 
-__all__ = ["WholeWords", "lines_of", "print_line"]
+__all__ = ["WholeWords", "lines_of", "print_line", "print_to_stderr"]

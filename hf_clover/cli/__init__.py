@@ -66,9 +66,7 @@ def main() -> None:
         typer.echo("Interrupted.", err=True)
         sys.exit(130)
     except (ValueError, OSError, ImportError) as error:
-        from rich.console import Console
+        from ..apps.lines import print_to_stderr
 
-        from ..apps.lines import print_line
-
-        print_line(Console(stderr=True), f"hf-clover: {' '.join(str(error).split())}", "red")
+        print_to_stderr(f"hf-clover: {' '.join(str(error).split())}", "red")
         sys.exit(2)

@@ -51,9 +51,7 @@ def generate(
     """
     text = prompt_of(prompt, file)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
-    from rich.console import Console
-
-    from ..apps.lines import lines_of, print_line
+    from ..apps.lines import lines_of, print_to_stderr
     from ..apps.live import LiveStreamer, TokenText
     from ..measure.step_record import StepRecord
 
@@ -71,7 +69,7 @@ def generate(
         typer.echo(json.dumps({"prompt": text, "text": answer, **record.figures(), **learned}))
         return
     for line in (record.summary(), *lines_of(learner)):
-        print_line(Console(stderr=True), line, "dim")
+        print_to_stderr(line, "dim")
 
 
 def chat(

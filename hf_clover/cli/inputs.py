@@ -48,11 +48,9 @@ def load(
         name, target, its_heads = at_hand()
         if learn is None or not (learn / "config.json").exists():
             heads = heads or its_heads
-        from rich.console import Console
+        from ..apps.lines import print_to_stderr
 
-        from ..apps.lines import print_line
-
-        print_line(Console(stderr=True), f"No `--target`: this is {name}, from {target}", "dim")
+        print_to_stderr(f"No `--target`: this is {name}, from {target}", "dim")
     import torch
 
     from ..origins.published import load_heads

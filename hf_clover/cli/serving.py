@@ -57,9 +57,7 @@ def serve(
         )
     if target is not None and heads is None and learn is None:
         raise ValueError("`--heads` or `--learn` is missing: without heads, `transformers serve` serves the target.")
-    from rich.console import Console
-
-    from ..apps.lines import print_line
+    from ..apps.lines import print_to_stderr
     from ..apps.serving import serve as run
 
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
@@ -67,7 +65,7 @@ def serve(
         model.generation_config.num_assistant_tokens = num_assistant_tokens  # the heads' own is saved with them
     if api_key is None and host not in ("localhost", "127.0.0.1", "::1"):
         said = f"Listening at {host} without a key: anyone who reaches it gets answers. See `--api-key`."
-        print_line(Console(stderr=True), said, "yellow")
+        print_to_stderr(said, "yellow")
     name = target or at_hand().name
     options: dict[str, Any] = {"api_key": api_key, "allow_chat_templates": allow_chat_templates}
     with learning(learn, assistant, model, only_when_idle=True) as (assistant, _):
