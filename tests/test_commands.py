@@ -191,7 +191,7 @@ def test_the_stand_in_is_the_default(run, monkeypatch, folder, target, tmp_path)
         (["generate", "a", "--dtype", "int8"], "`--dtype int8` is no known dtype: pass auto, float32"),
         (["generate", "a", "--num-assistant-tokens", "4"], "`--num-assistant-tokens 4` is of no use without heads"),
         (["benchmark"], "there is nothing to compare with plain generate: pass `--heads`, `--against`"),
-        (["benchmark", "--nodes", "auto", "few"], "`--nodes few` is no tree size: pass a number from 1 on, or auto"),
+        (["benchmark", "--nodes", "auto", "few"], "`--nodes few` is no tree size: pass a positive number, or auto"),
         (["benchmark", "--tree", "global", "oak"], "`--tree oak` is unknown: pass global, levels or chain"),
         (["benchmark", "--cache", "paged"], "`--cache paged` is unknown: pass dynamic or static"),
         (["benchmark", "--against", "luck"], "`against='luck'` is no method"),
@@ -293,7 +293,7 @@ def test_chat_remembers_beyond_clear_where_it_is_asked_to(run, models):
 def test_remembering_needs_heads_that_copy(run, models, folder, tmp_path):
     said = run("chat", *models[:2], "--remember", "500")
     assert said.code == 2
-    assert "`--remember 500` with no heads: leave it out" in said.err
+    assert "`--remember 500` is of no use without heads: leave it out" in said.err
     heads = CloverHeads.from_pretrained(folder / "heads")
     heads.config.draft_copies = 0
     heads.save_pretrained(tmp_path)

@@ -1,6 +1,6 @@
 """Lines that end between words.
 
-Contract: on a terminal, the edge breaks no word, whether a line is printed as a whole or in pieces. In a file or a
+Contract: the edge of a terminal breaks no word, whether a line is printed as a whole or in pieces. In a file or a
 pipe, a line stays one line of any length. This module imports nothing heavy.
 """
 
