@@ -191,7 +191,7 @@ def test_the_stand_in_is_the_default_target(run, monkeypatch, folder, target, tm
         (["generate", "a", "--dtype", "int8"], "`--dtype int8` is no known dtype: pass auto, float32"),
         (["generate", "a", "--num-assistant-tokens", "4"], "`--num-assistant-tokens 4` is of no use without heads"),
         (["benchmark"], "there is nothing to compare with plain generate: pass `--heads`, `--against`"),
-        (["benchmark", "--nodes", "auto", "few"], "`--nodes few` is no tree size: pass a number from 1 on, or auto"),
+        (["benchmark", "--nodes", "auto", "few"], "`--nodes few` is no tree size: pass a positive number, or auto"),
         (["benchmark", "--tree", "global", "oak"], "`--tree oak` is unknown: pass global, levels or chain"),
         (["benchmark", "--cache", "paged"], "`--cache paged` is unknown: pass dynamic or static"),
         (["benchmark", "--against", "luck"], "`against='luck'` is no method"),
@@ -293,7 +293,7 @@ def test_chat_with_remember_copies_from_texts_before_clear(run, models):
 def test_remember_is_refused_without_heads_that_copy(run, models, folder, tmp_path):
     said = run("chat", *models[:2], "--remember", "500")
     assert said.code == 2
-    assert "`--remember 500` with no heads: leave it out" in said.err
+    assert "`--remember 500` is of no use without heads: leave it out" in said.err
     heads = CloverHeads.from_pretrained(folder / "heads")
     heads.config.draft_copies = 0
     heads.save_pretrained(tmp_path)
@@ -542,6 +542,23 @@ def state_of(learning: Path) -> dict:
         return json.loads(file.metadata()["learner"])
 
 
+def files_with(text: str, folder: Path) -> list[Path]:
+    """The files under `folder` that hold a part of `text`, as letters or as ids."""
+    ids = make_tokenizer()(text).input_ids
+    parts = [ids[start : start + 8] for start in range(len(ids) - 7)]
+    needles = [text[start : start + 12].encode() for start in range(len(text) - 11)]
+    for dtype in (torch.int16, torch.int32, torch.int64):
+        needles += [torch.tensor(part, dtype=dtype).numpy().tobytes() for part in parts]
+    lists = [",".join(map(str, part)).encode() for part in parts]
+    found = []
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        held = path.read_bytes()
+        without_spaces = b"".join(held.split())
+        if any(each in held for each in needles) or any(each in without_spaces for each in lists):
+            found.append(path)
+    return found
+
+
 @pytest.mark.parametrize("command", ["chat", "generate", "regenerate", "serve"])
 def test_the_help_of_learn_says_that_weights_can_memorise_texts(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
@@ -561,6 +578,9 @@ def test_chat_goes_on_learning_where_it_stopped_and_stores_no_text(run, folder, 
     assert len(FIGURES.findall(first.out)) == len(LEARNED.findall(first.out)) == 2
     before = state_of(tmp_path / "mine")
     assert before["tokens"] > len(planted) + 40
+    assert len([path for path in (tmp_path / "mine").rglob("*") if path.is_file()]) > 5
+    text = planted + continuation(target, planted, 30)
+    assert not files_with(text, tmp_path / "mine")
     second = run(*words, *greedy, stdin="def f(x):\n")
     assert second.code == 0, second.err
     assert continuation(target, PROMPT, 30) in second.out
@@ -569,13 +589,7 @@ def test_chat_goes_on_learning_where_it_stopped_and_stores_no_text(run, folder, 
     after = state_of(tmp_path / "mine")
     assert after["tokens"] > before["tokens"]
     assert after["seconds"] > before["seconds"]
-    ids = make_tokenizer()(planted).input_ids
-    needles = [planted.encode(), planted[:12].encode(), continuation(target, planted, 30)[:12].encode()]
-    needles += [torch.tensor(ids[:10], dtype=dtype).numpy().tobytes() for dtype in (torch.int32, torch.int64)]
-    needles.append(str(ids[:5])[1:-1].encode())
-    files = [path for path in (tmp_path / "mine").rglob("*") if path.is_file()]
-    assert len(files) > 5
-    assert not [path for path in files for needle in needles if needle in path.read_bytes()]
+    assert not files_with(text, tmp_path / "mine")
 
 
 def test_chat_learns_while_it_waits_and_stops_when_a_line_comes(target, heads):
@@ -624,6 +638,22 @@ def test_generate_with_learn_keeps_the_text_and_counts_tokens(run, folder, model
     said = run(*asked, *models[:2], "--json", "--pack")
     assert json.loads(said.out)["text"] == continuation(target, PROMPT, 40)
     assert json.loads(said.out)["tokens_learned_from"] == 144
+
+
+def test_no_text_reaches_the_folder_that_generate_learns_in(run, models, target, tmp_path, short_steps):
+    planted = "my secret is xylophone"
+    said = run("generate", planted, "--max-new-tokens", "40", "--learn", str(tmp_path / "mine"), *models)
+    assert said.code == 0, said.err
+    text = planted + continuation(target, planted, 40)
+    assert said.out == text + "\n"
+    assert state_of(tmp_path / "mine")["tokens"] == len(text) - 1
+    assert len([path for path in (tmp_path / "mine").rglob("*") if path.is_file()]) > 5
+    ids = make_tokenizer()(text).input_ids
+    traces = {"text": planted.encode(), "list": json.dumps(ids, indent=1).encode()}
+    traces["tensor"] = torch.tensor(ids).numpy().tobytes()
+    for name, trace in traces.items():
+        (tmp_path / name).write_bytes(trace)
+    assert {path.name for path in files_with(text, tmp_path)} == set(traces)  # those, and none in `mine`
 
 
 def test_learned_heads_of_a_folder_are_used_before_the_default_heads(run, folder, monkeypatch, tmp_path, short_steps):

@@ -334,12 +334,14 @@ def test_the_card_says_where_the_heads_were_published(folder, tmp_path):
     heads = load_heads(folder, a_target())
     heads.save_pretrained(tmp_path / "mine")
     text = write_card(tmp_path / "mine", repo_id="me/mine").text
-    assert "[eagle-3](https://huggingface.co/papers/2503.01840), trained by others, published as `heads`" in text
-    assert "Among them are an output layer and an embedding of their own." in text
+    eagle3 = "[eagle-3](https://huggingface.co/papers/2503.01840)"
+    assert f"the kind {eagle3}. Others trained them and published them as `heads`. The Python package" in text
+    assert "the heads' own weights, which include an output layer and an embedding." in text
     heads.config.source_name_or_path = "org/eagle3"
     heads.save_pretrained(tmp_path / "mine")
     text = write_card(tmp_path / "mine", repo_id="me/mine").text
-    assert "published as [org/eagle3](https://huggingface.co/org/eagle3), and read and run by" in text
+    origin = "[org/eagle3](https://huggingface.co/org/eagle3)"
+    assert f"published them as {origin}. The Python package `hf_clover` reads and runs them." in text
 
 
 def test_load_heads_is_public():

@@ -289,20 +289,20 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         ("completions", text(stop=["\udc00"]), "stop[0]", "`stop[0]` holds half a character"),
         ("completions", text(**{"\udc00": 1}), "the request", "holds half a character"),
         ("completions", {**text(), "\udc00": "\udc00"}, "\\udc00", "`\\udc00` holds half a character"),
-        ("completions", text(**{"x" * 9000: 1}), "x" * 120, "is no field that /v1/completions takes here"),
+        ("completions", text(**{"x" * 9000: 1}), "x" * 120, "is not a field that /v1/completions takes here"),
         ("completions", text(prompt=[1, 2]), "prompt", "`prompt` must be a text, not [1, 2]"),
         ("completions", text(suffix=5), "suffix", "`suffix` must be a text, not 5"),
         ("completions", text(stream="yes"), "stream", "`stream` must be true or false"),
         ("completions", text(seed=2**64), "seed", "must be at most 9223372036854775807"),
         ("completions", text(temperature=-1), "temperature", "must be a number from 0.01 to 100, or 0, not -1"),
         ("completions", text(top_p=2), "top_p", "must be a number from 0 to 1, not 2"),
-        ("completions", b'{"prompt": "a", "top_p": NaN}', None, "NaN is no number of JSON's"),
+        ("completions", b'{"prompt": "a", "top_p": NaN}', None, "NaN is not a number in JSON"),
         ("completions", b'{"prompt": "a", "top_p": 1e999}', "top_p", "from 0 to 1"),
         ("completions", text(frequency_penalty=-1), "frequency_penalty", "from -0.9 to 2"),
         ("completions", text(logit_bias={"x": 1}), "logit_bias", '"x" is no token from 0 to'),
         ("completions", text(logit_bias={"3": "x"}), "logit_bias.3", "must be a number from -1000 to 1000"),
         ("completions", text(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "at most 1024 tokens"),
-        ("completions", text(colour="red"), "colour", "`colour` is no field that /v1/completions takes here"),
+        ("completions", text(colour="red"), "colour", "`colour` is not a field that /v1/completions takes here"),
         ("completions", text(n=2), "n", "`n=2` is not supported: a request gets one text (at most 1)"),
         ("completions", text(best_of=3), "best_of", "`best_of=3` is not supported"),
         ("completions", text(echo=True), "echo", "`echo=true` is not supported"),
@@ -336,7 +336,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
             "messages[0].content[0].text",
             "must be a text, not null",
         ),
-        ("chat/completions", chat(content=[{"type": "image_url"}]), "messages[0].content[0].type", "text alone"),
+        ("chat/completions", chat(content=[{"type": "image_url"}]), "messages[0].content[0].type", "takes only text"),
         ("chat/completions", chat(content=[5]), "messages[0].content[0]", "`messages[0].content[0]` is 5"),
         ("chat/completions", chat(tool_calls=5), "messages[0].tool_calls", "must be a list"),
         ("chat/completions", chat(tool_calls=[1]), "messages[0].tool_calls[0]", "an object with a `function`, not 1"),
@@ -359,7 +359,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         ("responses", {"input": []}, "input", "`input` is empty"),
         ("responses", {"input": [{"type": "magic"}]}, "input[0].type", 'is "magic", which this server does not know'),
         ("responses", {"input": [{"type": "function_call"}]}, "input[0].call_id", "must be a text, not null"),
-        ("responses", {"input": "x", "previous_response_id": "y"}, "previous_response_id", "is no field"),
+        ("responses", {"input": "x", "previous_response_id": "y"}, "previous_response_id", "is not a field"),
     ],
 )
 def test_a_wrong_field_is_refused_by_its_name(
@@ -477,7 +477,7 @@ def test_a_request_beyond_the_longest_queue_is_refused(served: Served, monkeypat
     stream = served.asked(max_tokens=4000, stream=True)
     next(iter(stream))
     assert served.speculation()["waiting"] == 1
-    with pytest.raises(openai.InternalServerError, match="at most 1 may: try again later") as refused:
+    with pytest.raises(openai.InternalServerError, match="at most 1 may wait: try again later") as refused:
         served.asked()
     assert refused.value.status_code == 503
     assert refused.value.response.headers["retry-after"]

@@ -6,18 +6,17 @@ is a run of its own with its own schedule, not a look at a longer run on its way
 run ends. Ours takes the trainer's defaults, and clover-2 and clover their papers'; each of the others, these two once
 more among them, the optimizer and rate that were best for it in short runs, measured on other samples.
 
-Every finished run is written down at once, and a run that was stopped goes on where it was. Figures that no clock is
-needed for come first; then, on a machine that does nothing else, `--measure` takes the times of all saved heads, side
-by side.
+Every finished run is written down at once, and a run that was stopped goes on where it was.
 
     python examples/experiments/learning.py
-    python examples/experiments/learning.py --measure
 
-On a target of your own, with its own answers to learn from and questions to be measured on, by category; `--measure`
-then takes whole conversations, all drafters and prompt lookup side by side:
+On a target of your own, with its own answers to learn from and questions to be measured on, by category:
 
     python examples/experiments/learning.py --targets TARGET --data ANSWERS.jsonl --questions QUESTIONS.jsonl \\
         --draft-vocab-size 8192 --length 512 --batch-size 2 --budgets 100000 1000000 3000000 --output RESULTS
+
+These figures need no clock. Then, on a machine that does nothing else, the same command with `--measure` takes the
+times of whole conversations, with all saved heads and prompt lookup side by side.
 """
 
 import argparse
@@ -48,7 +47,7 @@ from drafters import (
 )
 from ledger import Ledger, show
 
-from hf_clover.measure.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
+from hf_clover.measure.benchmark import benchmark, parse_method, plain, with_heads, write
 from hf_clover.measure.plots import plot
 from hf_clover.measure.prompts import load_prompts, load_questions
 from hf_clover.network.modeling_heads import DraftHeads
@@ -105,8 +104,7 @@ class Course:
         self.name = Path(folder).parent.name if Path(folder).name == "target" else Path(folder).name
         self.work = args.work / "learning" / fingerprint(self.target.get_output_embeddings().weight)[:8]
         self.questions = read_questions(args.questions, self.tokenizer, args.per_category)
-        self.prompts = [prompt for _, prompt in self.questions[: args.num_prompts]]
-        self.prompts = self.prompts or load_prompts("stand-in", self.tokenizer, args.num_prompts)
+        self.prompts = [] if self.questions else load_prompts("stand-in", self.tokenizer, args.num_prompts)
         self.length = min(args.length, ROW)  # of held-out rows
         self.about = describe(Path(folder))
 
@@ -238,44 +236,15 @@ class Course:
     # ------------------------------------------------------------------ times
 
     def measure(self, tokens: int, seed: int) -> bool:
-        """All drafters that have saved heads for this, side by side; those measured before are measured again.
-        Whether there were any."""
-        args = self.args
-        known = [d for d in args.drafters if (self.folder_of(d, tokens, seed) / "model.safetensors").exists()]
+        """`hf-clover benchmark`'s figures of whole conversations, by category, in a file of their own: all drafters
+        that have saved heads for this, at their automatic budget, and prompt lookup beside them. On a CPU the weights
+        are packed, for all alike. Whether there were any heads."""
+        args, path = self.args, self.args.output / f"learning-by-category-{tokens}-{seed}.json"
+        folders = {name: self.folder_of(name, tokens, seed) for name in args.drafters}
+        known = {name: folder for name, folder in folders.items() if (folder / "model.safetensors").exists()}
         if not known:
             return False
-        heads = {name: DRAFTERS[name].load(self.folder_of(name, tokens, seed), self.target) for name in known}
-        if self.questions:
-            self._measure_by_category(heads, tokens, seed)
-            return True
-        timings = []
-        for batch_size in args.batch_sizes:
-            sizes = [None, *args.nodes] if batch_size == min(args.batch_sizes) else [None, min(args.nodes)]
-            methods: list[Method] = [plain()]
-            for nodes in sizes:
-                methods += [with_heads(heads[name], f"{name}, {nodes or 'auto'}", nodes) for name in known]
-            rows = measure(
-                self.target,
-                self.tokenizer,
-                methods,
-                self.prompts,
-                batch_size=batch_size,
-                max_new_tokens=args.max_new_tokens,
-                repeats=args.repeats,
-            )
-            for method, row in zip(methods, rows, strict=True):
-                timings.append(self._timing(method, row, tokens, seed))
-        self.ledger.read()
-        of_this = (self.name, tokens, seed)
-        others = [r for r in self.ledger.parts["timings"] if (r["target"], r["tokens"], r["seed"]) != of_this]
-        self.ledger.parts["timings"] = others + timings
-        self.ledger.save(settings_of(args))
-        return True
-
-    def _measure_by_category(self, heads: dict[str, DraftHeads], tokens: int, seed: int) -> None:
-        """Whole conversations, by category: `hf-clover benchmark`'s figures, in a file of their own. All drafters at
-        their automatic budget, prompt lookup beside them; on a CPU the weights are packed, for all alike."""
-        args, path = self.args, self.args.output / f"learning-by-category-{tokens}-{seed}.json"
+        heads = {name: DRAFTERS[name].load(folder, self.target) for name, folder in known.items()}
         if self.target.device.type == "cpu":
             pack_for_cpu(self.target)
         methods = [plain(), *(with_heads(of, name) for name, of in heads.items())]
@@ -293,19 +262,7 @@ class Course:
         )
         for picture in plot(write(result, path)):
             print(picture)
-
-    def _timing(self, method: Method, row: dict[str, Any], tokens: int, seed: int) -> dict[str, Any]:
-        if row["skipped"]:
-            raise RuntimeError(f"{method.name} could not be measured: {row['skipped']}")
-        kept = ("tokens_per_second", "tokens_per_second_range", "tokens_per_forward", "speedup", "identical")
-        forwards = row["tokens_per_second"] * sum(row["seconds"].values()) / row["tokens_per_forward"]
-        return {
-            **dict(zip(KEY, (self.name, method.name.rsplit(", ", 1)[0], tokens, seed))),
-            "batch_size": row["batch_size"],
-            "nodes": row["nodes"],
-            **{name: row[name] for name in kept},
-            "draft_ms": 1000 * row["seconds"]["draft"] / forwards if method.heads else None,
-        }
+        return True
 
 
 # ---------------------------------------------------------------------- the order
@@ -330,41 +287,46 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {"targets": ["/".join(Path(target).parts[-2:]) for target in args.targets]}
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     ledger = Ledger(args.output / "learning.json")
+    if args.measure:
+        measure(args, ledger)
+        return
     ledger.check(args)
     courses: dict[str, Course] = {}
-    if args.measure:
-        found = False
-        for target in args.targets:
-            course = Course(args, target, ledger)
-            for seed in args.seeds:
-                for tokens in args.budgets:
-                    found = course.measure(tokens, seed) or found
-        if not found:
-            raise ValueError(
-                "`--measure`: there are no heads of these targets, drafters, budgets and seeds in `--work`. Run "
-                "the same command without it first."
-            )
-    else:
-        work = list(plan(args))
-        for number, (target, drafter, tokens, seed) in enumerate(work, 1):
-            if target not in courses:
-                courses[target] = Course(args, target, ledger)
-                courses[target].prepare()
-            course = courses[target]
-            key = dict(zip(KEY, (course.name, drafter.name, tokens, seed)))
-            if not ledger.find("rows", **key):
-                print(f"{number}/{len(work)} {course.name}: {drafter.name}, {tokens:,} tokens, seed {seed}")
-                course.run(drafter, tokens, seed)
+    work = list(plan(args))
+    for number, (target, drafter, tokens, seed) in enumerate(work, 1):
+        if target not in courses:
+            courses[target] = Course(args, target, ledger)
+            courses[target].prepare()
+        course = courses[target]
+        key = dict(zip(KEY, (course.name, drafter.name, tokens, seed)))
+        if not ledger.find("rows", **key):
+            print(f"{number}/{len(work)} {course.name}: {drafter.name}, {tokens:,} tokens, seed {seed}")
+            course.run(drafter, tokens, seed)
     ledger.read()
-    result = ledger.save(settings_of(args))
+    ledger.save(settings_of(args))
     show(ledger)
     if ledger.parts["rows"]:
         for picture in plot(ledger.path):
             print(picture)
-    return result
+
+
+def measure(args: argparse.Namespace, ledger: Ledger) -> None:
+    if args.questions is None:
+        raise ValueError("`--measure` takes the times of whole conversations: it needs `--questions`.")
+    found = False
+    for target in args.targets:
+        course = Course(args, target, ledger)
+        for seed in args.seeds:
+            for tokens in args.budgets:
+                found = course.measure(tokens, seed) or found
+    if not found:
+        raise ValueError(
+            "`--measure`: there are no heads of these targets, drafters, budgets and seeds in `--work`. Run the same "
+            "command without it first."
+        )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -390,12 +352,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--test-samples", type=int, help="held-out continuations to measure chains on")
     parser.add_argument("--length", type=int, help="tokens in a sample")
     parser.add_argument("--batch-size", type=int, help="samples in a training step")
-    parser.add_argument("--nodes", nargs="+", type=int, help="fixed trees, beside the automatic one")
+    parser.add_argument("--nodes", nargs="+", type=int, help="of the trees, without questions")
     parser.add_argument("--batch-sizes", nargs="+", type=int, help="rows generated at once, for --measure")
-    parser.add_argument("--temperatures", nargs="+", type=float, help="for --measure on questions")
-    parser.add_argument("--num-prompts", type=int)
+    parser.add_argument("--temperatures", nargs="+", type=float, help="for --measure")
+    parser.add_argument("--num-prompts", type=int, help="to be measured on, without questions")
     parser.add_argument("--max-new-tokens", type=int)
-    parser.add_argument("--repeats", type=int, help="of every timed generation")
+    parser.add_argument("--repeats", type=int, help="for --measure, of every generation")
     parser.add_argument("--measure", action="store_true", help="take the times of the heads that are there")
     parser.add_argument("--output", type=Path, default=HERE / "results", help="where JSON and plots go")
     parser.add_argument("--work", type=Path, default=Path("runs/experiments"), help="data, states and heads")

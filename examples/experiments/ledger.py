@@ -22,7 +22,7 @@ from hf_clover.measure.benchmark import write
 from hf_clover.measure.provenance import provenance
 
 QUESTION = (
-    "How fast do draft heads learn, and what are they worth in tokens per second, ours beside those of other papers?"
+    "How fast do draft heads learn, and what are they worth in tokens per forward, ours beside those of other papers?"
 )
 ALIKE = ("toy", "samples", "test_samples", "length", "batch_size", "num_prompts", "max_new_tokens")
 
@@ -38,7 +38,7 @@ class Ledger:
 
     def read(self) -> None:
         found = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else {}
-        self.parts = {part: found.get(part, []) for part in ("rows", "tuning", "timings", "targets")}
+        self.parts = {part: found.get(part, []) for part in ("rows", "tuning", "targets")}
         self.settings = found.get("settings", {})
 
     def check(self, args: argparse.Namespace) -> None:
@@ -83,15 +83,11 @@ class Ledger:
 
 
 def panels(ledger: Ledger) -> list[dict[str, Any]]:
-    """For each target, by training tokens: chain length; the tokens per forward of chains on questions, which take
-    no copies from the text; and the speedup of the automatic tree at batch 1, which is over plain generate in the same
-    run, since a machine's speed changes from one run to the next."""
+    """For each target, by training tokens: chain length; and the tokens per forward of chains on questions, which take
+    no copies from the text."""
     drawn = []
     for target in dict.fromkeys(row["target"] for row in ledger.parts["rows"]):
-        rows, timings = ledger.find("rows", target=target), ledger.find("timings", target=target)
-        smallest = min((row["batch_size"] for row in timings), default=1)
-        automatic = [row for row in timings if (row["batch_size"], row["nodes"]) == (smallest, None)]
-        others = [row for row in automatic if row["drafter"] != "plain"]
+        rows = ledger.find("rows", target=target)
         along, log = "training tokens", "log10"
         chains = _lines(rows, itemgetter("chain"))
         drawn.append(panel("lines", f"{target}: chain", along, "drafts right in a row, of 8", chains, log))
@@ -99,10 +95,6 @@ def panels(ledger: Ledger) -> list[dict[str, Any]]:
             if way.startswith("chain"):
                 worth = _lines(rows, lambda row, way=way: row["tokens_per_forward"][way])
                 drawn.append(panel("lines", f"{target}: {way}", along, "tokens per forward", worth, log))
-        if others:
-            title, plain = f"{target}: speedup, batch {smallest}", {"y": 1.0, "label": "plain generate"}
-            speeds = _lines(others, itemgetter("speedup"))
-            drawn.append(panel("lines", title, along, "times plain generate", speeds, log, reference=plain))
     return drawn
 
 
@@ -121,17 +113,11 @@ def _lines(rows: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]
 
 
 def show(ledger: Ledger) -> None:
-    table = Table("target", "tokens", "drafter", "seeds", "chain", "tokens / forward", "tokens / s", "draft, ms")
+    table = Table("target", "tokens", "drafter", "seeds", "chain", "tokens / forward")
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in ledger.parts["rows"]:
         groups.setdefault((row["target"], row["tokens"], row["drafter"]), []).append(row)
     for (target, tokens, drafter), rows in sorted(groups.items()):
-        timed = ledger.find("timings", target=target, tokens=tokens, drafter=drafter)
-        at_once = sorted({row["batch_size"] for row in timed})
-        speeds = [
-            [r["tokens_per_second"] for r in timed if (r["batch_size"], r["nodes"]) == (b, None)] for b in at_once
-        ]
-        drafting = [r["draft_ms"] for r in timed if r["batch_size"] == min(at_once) and r["nodes"] is not None]
         per_forward = [
             statistics.fmean(row["tokens_per_forward"][n] for row in rows) for n in rows[0]["tokens_per_forward"]
         ]
@@ -142,7 +128,5 @@ def show(ledger: Ledger) -> None:
             str(len(rows)),
             f"{statistics.fmean(row['chain'] for row in rows):.2f}",
             " / ".join(f"{value:.2f}" for value in per_forward),
-            " / ".join(f"{statistics.median(values):.0f}" for values in speeds) or "–",
-            f"{statistics.median(drafting):.1f}" if drafting else "–",
         )
     Console().print(table)

@@ -83,7 +83,7 @@ def understand(body: bytes, route: str, rules: Rules) -> Asked:
     for name, value in request.items():
         check = FIELDS[route].get(name)
         if check is None:
-            raise Refused(f"`{name[:80]}` is no field that {route} takes here: leave it out.", name)
+            raise Refused(f"`{name[:80]}` is not a field that {route} takes here: leave it out.", name)
         check(name, value)
     asked = Asked(seed=request.get("seed"), stream=request.get("stream", False), suffix=request.get("suffix"))
     asked.settings = _settings_of(request, rules)
@@ -107,7 +107,7 @@ def refuse_long(text: str, name: str, rules: Rules) -> None:
     if rules.most_text is not None and size > rules.most_text:
         raise Refused(
             f"`{name}`: the prompt has {size} bytes, and the model is made for {rules.positions} tokens, which are "
-            f"{rules.most_text} bytes at {BYTES_PER_TOKEN} a token: shorten it.",
+            f"at most {rules.most_text} bytes, {BYTES_PER_TOKEN} a token: shorten it.",
             name,
             code="context_length_exceeded",
         )
@@ -120,13 +120,13 @@ def _parse(body: bytes) -> dict[str, Any]:
         raise Refused(f"the request is no JSON: {error}") from error
     if not isinstance(request, dict):
         raise Refused(f"the request is a JSON {type(request).__name__}, and must be an object.")
-    if b"\\ud" in body.lower():  # half a character can only be written so
+    if b"\\ud" in body.lower():  # the only way to write half a character
         _refuse_surrogates(request)
     return request
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON's")
+    raise ValueError(f"{word} is not a number in JSON")
 
 
 def _refuse_surrogates(request: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ _OLDER: dict[str, Check] = {
     "max_tokens": _MORE_TOKENS,
     "stop": _stop,
     "frequency_penalty": _number(-0.9, 2),
-    "presence_penalty": _only((0, 0.0), "`frequency_penalty` is"),
+    "presence_penalty": _only((0, 0.0), "`frequency_penalty` is supported"),
     "logit_bias": _OBJECT,
     "n": _ONE,
     "logprobs": _NO_LOGPROBS,
@@ -371,7 +371,7 @@ def _generation_config(given: Any, rules: Rules) -> dict[str, Any]:
         if name not in SETTINGS:
             known = ", ".join(sorted(SETTINGS))
             raise Refused(
-                f"`generation_config.{name[:80]}` is not taken from clients: leave it out. These are: {known}.",
+                f"`generation_config.{name[:80]}` is not taken from clients: leave it out. These are taken: {known}.",
                 f"generation_config.{name[:80]}",
             )
         SETTINGS[name](f"generation_config.{name}", value)
@@ -440,7 +440,7 @@ def _content(path: str, content: Any) -> str:
                 f"`{path}` must be a text, or a list of objects with a `type`: `{at}` is {_shown(part)}.", at
             )
         if part["type"] not in TEXT_PARTS:
-            raise Refused(f"`{at}.type` is {_shown(part['type'])}: this server takes text alone.", f"{at}.type")
+            raise Refused(f"`{at}.type` is {_shown(part['type'])}: this server takes only text.", f"{at}.type")
         _TEXT(f"{at}.text", part.get("text"))
         texts.append(part["text"])
     return " ".join(texts)
@@ -485,7 +485,7 @@ def _template_of(variables: dict[str, Any], rules: Rules) -> dict[str, Any]:
         path = f"chat_template_kwargs.{name[:80]}"
         if name == "chat_template" and not rules.allow_chat_templates:
             raise Refused(
-                "`chat_template_kwargs.chat_template`: this server renders the model's own template alone. Leave it "
+                "`chat_template_kwargs.chat_template`: this server renders only the model's own template. Leave it "
                 "out, or ask the operator for `--allow-chat-templates`.",
                 path,
             )

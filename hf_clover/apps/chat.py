@@ -3,7 +3,7 @@
 Contract: a `Conversation` holds the ids of everything said, and their cache. A turn feeds the target only the new ids,
 and the heads' state continues with the cache. The tokens are those of plain `generate` on the whole conversation. If
 an exception interrupts an answer, the part that was generated stays in the conversation, and the next turn continues
-from there. `chat` knows lines and keys, not models. Heads with a learner learn while it waits for a line.
+from there. `chat` knows lines and keys, not models. Heads with a learner learn while `chat` waits for a line.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ HELP = """\
 /clear   forget what was said and begin anew
 /help    this text
 /exit    leave; Ctrl-D does so too
-Ctrl-C   stop the answer; what was said stays said\
+Ctrl-C   stop the answer; the part that was written stays\
 """
 
 

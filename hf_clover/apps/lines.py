@@ -1,6 +1,6 @@
 """Lines that end between words.
 
-Contract: on a terminal, the edge breaks no word, whether a line is printed as a whole or in pieces. In a file or a
+Contract: the edge of a terminal breaks no word, whether a line is printed as a whole or in pieces. In a file or a
 pipe, a line stays one line of any length. This module imports nothing heavy.
 """
 
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 def print_line(console: "Console", line: str, style: str | None = None) -> None:
     """Print `line`, broken between words on a terminal, and as one line elsewhere."""
     console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def print_to_stderr(line: str, style: str) -> None:
+    """`print_line` on standard error, for what is no result of a command."""
+    from rich.console import Console
+
+    print_line(Console(stderr=True), line, style)
 
 
 def lines_of(learner: Any) -> list[str]:
@@ -57,4 +64,4 @@ def _columns(text: str) -> int:
     return cell_len(text)
 
 
-__all__ = ["WholeWords", "lines_of", "print_line"]
+__all__ = ["WholeWords", "lines_of", "print_line", "print_to_stderr"]

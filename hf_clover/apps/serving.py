@@ -69,7 +69,7 @@ def make_app(
     """
     for package in ("fastapi", "uvicorn"):
         if not has_package(package):
-            raise ImportError(f"Serving needs {package}, which is not here: `pip install 'hf-clover[serve]'`.")
+            raise ImportError(f"Serving needs {package}, which is not installed: `pip install 'hf-clover[serve]'`.")
     if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
         raise ValueError(
             "`api_key` must be one or more printable ASCII characters without spaces: `--api-key` or "
@@ -177,7 +177,8 @@ class Office:
         body = await read_body(request, self.rules.most_body)
         if self.waiting >= MOST_WAITING:
             raise Refused(
-                f"{self.waiting} requests are waiting, and at most {MOST_WAITING} may: try again later.", status=503
+                f"{self.waiting} requests wait, and at most {MOST_WAITING} may wait: try again later.",
+                status=503,
             )
         visit = Visit(request)
         job = await self._prepared(visit, route, body)
@@ -268,7 +269,7 @@ async def read_body(request: "Request", most: int) -> bytes:
     except TimeoutError:
         raise Refused(f"the request did not arrive in {SECONDS_TO_SEND:g} s: send it faster.", status=408) from None
     if body is None:
-        raise Refused(f"the request is larger than {most} bytes, which is the most here: shorten it.", status=413)
+        raise Refused(f"the request is larger than {most} bytes, which is the limit here: shorten it.", status=413)
     return body
 
 

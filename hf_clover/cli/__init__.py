@@ -1,8 +1,8 @@
 """The command line: `hf-clover COMMAND`.
 
-Contract: each command reads its options and calls a function of the library. An error that a user can mend (a wrong
-argument, a missing file) is one line on stderr and exit code 2. Ctrl-C is exit code 130. Any other error is a bug and
-shows its traceback. Nothing heavy is imported before a command runs.
+Contract: each command reads its options and calls a function of the library. For an error that a user can mend (a
+wrong argument, a missing file), it prints one line on stderr and ends with exit code 2. After Ctrl-C the exit code is
+130. Any other error is a bug and shows its traceback. Nothing heavy is imported before a command runs.
 """
 
 import sys
@@ -21,7 +21,7 @@ from .verifying import verify
 
 app = typer.Typer(
     name="hf-clover",
-    help="Clover speculative heads for transformers' generate.",
+    help="Draft heads for the generate of transformers: the same text, sooner.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -66,9 +66,7 @@ def main() -> None:
         typer.echo("Interrupted.", err=True)
         sys.exit(130)
     except (ValueError, OSError, ImportError) as error:
-        from rich.console import Console
+        from ..apps.lines import print_to_stderr
 
-        from ..apps.lines import print_line
-
-        print_line(Console(stderr=True), f"hf-clover: {' '.join(str(error).split())}", "red")
+        print_to_stderr(f"hf-clover: {' '.join(str(error).split())}", "red")
         sys.exit(2)

@@ -44,16 +44,14 @@ def generate(
 ) -> None:
     """Continue a text, and show it while it is generated.
 
-    Free tokens are green: the heads drafted them, and the target confirmed them in the forward that gave the next
-    token. One line of figures is printed to stderr.
+    Free tokens are green: the heads drafted them, and the target confirmed them without a forward of their own. The
+    figures are printed to stderr.
 
     Example: hf-clover generate "def fibonacci(n):" --max-new-tokens 64
     """
     text = prompt_of(prompt, file)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
-    from rich.console import Console
-
-    from ..apps.lines import lines_of, print_line
+    from ..apps.lines import lines_of, print_to_stderr
     from ..apps.live import LiveStreamer, TokenText
     from ..measure.step_record import StepRecord
 
@@ -71,7 +69,7 @@ def generate(
         typer.echo(json.dumps({"prompt": text, "text": answer, **record.figures(), **learned}))
         return
     for line in (record.summary(), *lines_of(learner)):
-        print_line(Console(stderr=True), line, "dim")
+        print_to_stderr(line, "dim")
 
 
 def chat(
@@ -84,8 +82,8 @@ def chat(
         float | None,
         typer.Option(
             min=0.0,
-            help="0 for greedy. Default: the target's own settings, or 0.7 if those are greedy, because small models "
-            "repeat themselves then.",
+            help="0 for greedy. Default: the target's own settings. If those are greedy, 0.7, because small models "
+            "repeat themselves in greedy text.",
             show_default=False,
         ),
     ] = None,
@@ -102,9 +100,9 @@ def chat(
     A target without a chat template continues your text. Free tokens are green. Ctrl-C stops an answer; /exit or
     Ctrl-D leaves; /help says more.
 
-    The line after an answer compares its speed with that of plain generate. The plain speed is measured in plain steps
-    that are made now and then to choose the size of the tree. With --num-assistant-tokens there are no such steps and
-    no comparison.
+    The line after an answer compares its speed with that of plain generate. The plain speed is measured in plain
+    steps. They are made now and then, to choose the size of the tree. With --num-assistant-tokens there are no such
+    steps and no comparison.
 
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """

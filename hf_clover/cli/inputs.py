@@ -48,11 +48,9 @@ def load(
         name, target, its_heads = at_hand()
         if learn is None or not (learn / "config.json").exists():
             heads = heads or its_heads
-        from rich.console import Console
+        from ..apps.lines import print_to_stderr
 
-        from ..apps.lines import print_line
-
-        print_line(Console(stderr=True), f"No `--target`: this is {name}, from {target}", "dim")
+        print_to_stderr(f"No `--target`: this is {name}, from {target}", "dim")
     import torch
 
     from ..origins.published import load_heads
@@ -104,13 +102,14 @@ def learning(
 
 
 def remember_texts(heads: Any, tokens: int) -> None:
-    """`--remember`: give the heads a memory of so many tokens, to copy drafts from."""
+    """`--remember`: give the heads a memory of this many tokens, to copy drafts from."""
     if tokens:
         from ..decoding.draft.copies import TextMemory
 
         if heads is None or not heads.config.draft_copies:
-            lacking = "no heads" if heads is None else "heads that copy nothing (`draft_copies` is 0 in config.json)"
-            raise ValueError(f"`--remember {tokens}` with {lacking}: leave it out, or pass `--heads` that copy.")
+            copy_nothing = "with heads that copy nothing (`draft_copies` is 0 in config.json)"
+            why = "without heads" if heads is None else copy_nothing
+            raise ValueError(f"`--remember {tokens}` is of no use {why}: leave it out, or pass `--heads` that copy.")
         heads.text_memory = TextMemory(tokens)
 
 

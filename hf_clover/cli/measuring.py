@@ -33,8 +33,9 @@ def benchmark(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="prompt-lookup, assistant:MODEL (a smaller model) or NAME:HEADS. NAME@8:HEADS: 8 nodes per step; "
-            "NAME@7-chain:HEADS: a chain of 7; heads@7-chain: those of --heads.",
+            help="What to compare with: prompt-lookup, assistant:MODEL (a smaller model) or NAME:HEADS (other heads). "
+            "NAME@8:HEADS drafts 8 nodes per step, NAME@7-chain:HEADS a chain of 7. In place of NAME:HEADS, heads "
+            "means those of --heads, as in heads@7-chain.",
             show_default=False,
         ),
     ] = None,
@@ -49,13 +50,13 @@ def benchmark(
     ] = None,
     per_category: Annotated[
         int | None,
-        typer.Option(min=1, help="The first N of each category, in place of --num-prompts.", show_default=False),
+        typer.Option(min=1, help="Prompts of each category, in place of --num-prompts.", show_default=False),
     ] = None,
     batch_size: BatchSizes = [1],  # noqa: B006
     nodes: NodeCounts = ["auto"],  # noqa: B006
     tree: Annotated[
         list[str] | None,
-        typer.Option(help="global, levels or chain. Default: the heads' own.", show_default=False),
+        typer.Option(help="How trees grow: global, levels or chain. Default: the heads' own.", show_default=False),
     ] = None,
     temperature: Annotated[list[float], typer.Option(min=0.0, help="0 for greedy.")] = [0.0],  # noqa: B006
     cache: Caches = ["dynamic"],  # noqa: B006
@@ -71,11 +72,11 @@ def benchmark(
 ) -> None:
     """Measure heads, plain generate and other ways to speed it up, side by side.
 
-    All methods take turns in one run, prompt by prompt. With --pack, all are also measured with packed weights, and a
-    second table compares these with plain generate with packed weights. Options that are lists take several values
-    after one flag, and every combination is measured. Questions of several turns are conversations. Questions with
-    categories (Spec-Bench's, MT-bench's) get a table by category too. After Ctrl-C, the measurements so far are shown;
-    --output always holds them.
+    All methods take turns in one run, prompt by prompt. With --pack, all methods are also measured with packed
+    weights, and a second table compares them with plain generate with packed weights. Options that are lists take
+    several values after one flag, and every combination is measured. A question of several turns is one conversation.
+    Questions with categories (Spec-Bench's, MT-bench's) get a table by category too. After Ctrl-C, the measurements so
+    far are shown; --output always holds them.
 
     Example: hf-clover benchmark --against prompt-lookup --batch-size 1 4 --nodes auto 8 -o result.json
     """

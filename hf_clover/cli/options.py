@@ -48,13 +48,13 @@ Heads = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help="The dtype to load weights in. auto: as they were saved; on a CPU float32, because half precision is "
-        "slower and less exact there."
+        help="The dtype to load weights in. auto is the dtype that they were saved in, but on a CPU float32, because "
+        "half precision is slower and less exact there."
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="Default: cuda if there is one, else cpu.", show_default=False)]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]
-Pack = Annotated[bool, typer.Option("--pack", help="Rearrange the weights for products of a few rows on a CPU.")]
+Pack = Annotated[bool, typer.Option("--pack", help="Rearrange weights for fast forwards over a few tokens on a CPU.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 for greedy.")]
 Seed = Annotated[int | None, typer.Option(help="Seed; the same seed gives the same samples.", show_default=False)]
 NumAssistantTokens = Annotated[
@@ -63,7 +63,7 @@ NumAssistantTokens = Annotated[
 ]
 
 Remember = Annotated[
-    int, typer.Option("--remember", min=0, help="Tokens of earlier texts, of all users, to copy drafts from.")
+    int, typer.Option("--remember", min=0, help="How many tokens of earlier texts, of all users, to copy drafts from.")
 ]
 
 Learn = Annotated[
@@ -113,5 +113,5 @@ def node_count(word: str) -> int | None:
     if word == "auto":
         return None
     if not word.isdecimal() or int(word) < 1:
-        raise ValueError(f"`--nodes {word}` is no tree size: pass a number from 1 on, or auto.")
+        raise ValueError(f"`--nodes {word}` is no tree size: pass a positive number, or auto.")
     return int(word)

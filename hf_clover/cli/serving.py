@@ -27,14 +27,14 @@ def serve(
         str | None,
         typer.Option(
             envvar="HF_CLOVER_API_KEY",
-            help="Require this key on every route except /health. Other users can see the option in a list of "
-            "processes, but not the variable.",
+            help="Require this key on every route except /health. Other users of the machine can see the option in "
+            "its list of processes. They cannot see the variable.",
             show_default=False,
         ),
     ] = None,
     allow_chat_templates: Annotated[
         bool,
-        typer.Option("--allow-chat-templates", help="Render templates that clients send, which are programs."),
+        typer.Option("--allow-chat-templates", help="Render templates that clients send; a template is a program."),
     ] = False,
     continuous_batching: Annotated[bool, typer.Option("--continuous-batching", hidden=True)] = False,
 ) -> None:
@@ -45,8 +45,9 @@ def serve(
     command needs the extra `serve`. docs/cli.md says what is refused, bounded and cancelled, and what to put in front
     of a public server.
 
-    Move to an engine with continuous batching, such as vLLM, when more requests wait on average than a forward gives
-    tokens (`GET /speculation` counts both). examples/scaling/README.md says why, and docs/vllm.md how.
+    `GET /speculation` shows how many requests wait, and how many tokens a forward gives. If the first number is larger
+    on average, move to an engine with continuous batching, such as vLLM. examples/scaling/README.md says why, and
+    docs/vllm.md how.
 
     Example: hf-clover serve --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x --port 8000
     """
@@ -57,17 +58,16 @@ def serve(
         )
     if target is not None and heads is None and learn is None:
         raise ValueError("`--heads` or `--learn` is missing: without heads, `transformers serve` serves the target.")
-    from rich.console import Console
-
-    from ..apps.lines import print_line
+    from ..apps.lines import print_to_stderr
     from ..apps.serving import serve as run
 
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
     if num_assistant_tokens is not None:
-        model.generation_config.num_assistant_tokens = num_assistant_tokens  # the heads' own is saved with them
+        # Not in the heads' config, which is saved with them.
+        model.generation_config.num_assistant_tokens = num_assistant_tokens
     if api_key is None and host not in ("localhost", "127.0.0.1", "::1"):
         said = f"Listening at {host} without a key: anyone who reaches it gets answers. See `--api-key`."
-        print_line(Console(stderr=True), said, "yellow")
+        print_to_stderr(said, "yellow")
     name = target or at_hand().name
     options: dict[str, Any] = {"api_key": api_key, "allow_chat_templates": allow_chat_templates}
     with learning(learn, assistant, model, only_when_idle=True) as (assistant, _):

@@ -26,7 +26,7 @@ def regenerate(
     output_dir: Annotated[Path, typer.Argument(help="Folder for the answers; a second run continues there.")],
     model: Annotated[str, typer.Option(help="The target: an id or a folder, or its name at the endpoint.")],
     gguf_file: GgufFile = None,
-    heads: Annotated[str | None, typer.Option(help="Heads to answer with (greedy answers are the same).")] = None,
+    heads: Annotated[str | None, typer.Option(help="Heads that draft (greedy answers stay the same).")] = None,
     learn: Learn = None,
     endpoint: Annotated[str | None, typer.Option(help="A server with OpenAI's interface, for all answers.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The endpoint's key.")] = None,
@@ -34,7 +34,7 @@ def regenerate(
     split: Annotated[str, typer.Option(help="The dataset's split, or a slice such as train[:1000].")] = "train",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 1024,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 for greedy answers.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed for samples; without heads, the batch does not change them.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for samples; without heads, none depends on its batch.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch; fewer need less memory.")] = 32,
     dtype: Annotated[str, typer.Option(help="The dtype to load the target in.")] = "auto",
     pack: Pack = False,
@@ -56,7 +56,7 @@ def regenerate(
             raise ValueError(f"`{flag}` and `--endpoint` exclude each other: an endpoint answers with its own engine.")
     if learn is not None and (processes := PartialState().num_processes) > 1:
         raise ValueError(
-            f"`--learn` is for one process, and these are {processes}: leave it out, or `accelerate launch`."
+            f"`--learn` is for one process, and these are {processes}: leave out `--learn` or `accelerate launch`."
         )
     prompts = load_dataset(**source_of(dataset), name=config, split=split)
     learner = None

@@ -33,7 +33,7 @@ def verify(
     num_prompts: NumPrompts = 8,
     batch_size: BatchSizes = [1, 3],  # noqa: B006
     nodes: NodeCounts = ["auto", "4", "24"],  # noqa: B006
-    tree: Annotated[list[str], typer.Option(help="global, levels or chain.")] = list(TREES),  # noqa: B006
+    tree: Annotated[list[str], typer.Option(help="How trees grow: global, levels or chain.")] = list(TREES),  # noqa: B006
     cache: Caches = ["dynamic"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens per prompt.")] = 64,
     dtype: Dtype = "auto",
@@ -44,9 +44,9 @@ def verify(
 ) -> None:
     """Check that heads change no token; if one is changed, say why.
 
-    Every prompt is continued greedily without and with heads, at every combination of the settings. "numerics": a
-    token differs where the target's two best tokens were closer than its rounding in this dtype. "BUG": they were not;
-    the exit code is 1.
+    Every prompt is continued greedily without and with heads, at every combination of the settings. The verdict is
+    "numerics" if tokens differ only where the target's two best tokens were closer than its rounding in this dtype. It
+    is "BUG" if one differs elsewhere; then the exit code is 1.
 
     Example: hf-clover verify --target Qwen/Qwen3-0.6B --heads my-heads --dtype bfloat16
     """

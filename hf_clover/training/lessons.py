@@ -135,13 +135,9 @@ class Lessons:
         self.most_bytes, self.most_new = most_bytes, most_new
         self.new: deque[Document] = deque()
         self.old: list[Document] = []
+        self.nbytes = 0  # of the old documents
         self._came = 0  # documents that were ever offered as old ones, kept or not
         self._random = random.Random(0)  # a generator of its own, so that learning does not change sampled tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the old documents."""
-        return sum(document.nbytes for document in self.old)
 
     @property
     def waiting(self) -> int:
@@ -169,20 +165,21 @@ class Lessons:
         return new, old
 
     def _keep(self, document: Document) -> None:
-        """Offer a document to the old ones, which keep it or not."""
+        """Offer a document to the old ones. Without room for it, one of them all is dropped at random, maybe this one:
+        of documents of one size, each has the same chance to stay."""
         self._came += 1
-        if self.nbytes + document.nbytes <= self.most_bytes:
+        has_room = self.nbytes + document.nbytes <= self.most_bytes
+        if has_room or self._random.random() < (len(self.old) + 1) / self._came:
             self.old.append(document.kept())
-        elif self._random.random() < len(self.old) / self._came:
-            self.old[self._random.randrange(len(self.old))] = document.kept()
+            self.nbytes += document.nbytes
             while self.nbytes > self.most_bytes:
-                self.old.pop(self._random.randrange(len(self.old)))
+                self.nbytes -= self.old.pop(self._random.randrange(len(self.old))).nbytes
 
     def forget(self) -> None:
         """Drop all documents: the target has changed, so its earlier states are wrong."""
         self.new.clear()
         self.old.clear()
-        self._came = 0
+        self._came = self.nbytes = 0
 
 
 __all__ = ["CallListener", "Document", "Lessons"]

@@ -295,7 +295,8 @@ class OnlineLearner:
             return True
         except RuntimeError as error:  # `torch.OutOfMemoryError` is one
             self._is_off = True
-            self.lessons.forget()
+            with self._lock:
+                self.lessons.forget()
             self.optimizer.zero_grad(set_to_none=True)
             is_memory = isinstance(error, torch.OutOfMemoryError)
             way_out = "lower `memory_bytes`, or generate for fewer rows at once" if is_memory else "please report this"

@@ -128,7 +128,7 @@ def test_several_processes_cannot_learn_into_one_folder(workdir: Path, monkeypat
     argv = ["regenerate", str(workdir / "prompts"), str(workdir / "answers"), "--model", str(workdir / "target")]
     said = runner.invoke(cli.app, [*argv, "--learn", str(workdir / "mine")])
     assert isinstance(said.exception, ValueError)
-    assert "`--learn` is for one process, and these are 4: leave it out" in str(said.exception)
+    assert "`--learn` is for one process, and these are 4: leave out `--learn`" in str(said.exception)
 
 
 @pytest.mark.parametrize("dataset", ["train.jsonl", "."], ids=["a file", "this folder"])

@@ -308,10 +308,12 @@ def test_old_texts_are_kept_at_random_within_the_memory_limit():
     for number in range(1000):
         lessons.add([Document(torch.zeros(4, 4, dtype=torch.bfloat16), torch.full((4,), number))])
         lessons.take(4)
-    assert lessons.nbytes <= lessons.most_bytes
+    assert lessons.nbytes == sum(document.nbytes for document in lessons.old) <= lessons.most_bytes
     kept = [int(document.next_tokens[0]) for document in lessons.old]
     assert len(kept) == 100
     assert 350 < sum(kept) / len(kept) < 650
+    lessons.forget()
+    assert (lessons.nbytes, lessons.old) == (0, [])
 
 
 def test_a_step_is_filled_up_with_old_text():
