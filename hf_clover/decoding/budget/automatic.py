@@ -81,7 +81,7 @@ class AutomaticBudget(Budget):
         return [size for size in every if size in SIZES_IN_GRAPHS or size == every[-1]] if self.in_graphs else every
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
-        """A step goes without the heads where they rest, or where copies promise more than drafts gave lately."""
+        """A step goes without the heads where they rest, or where copies promise much more than drafts gave."""
         self.copied, self.replayed, self.rest_gives = 0, replayed, 1.0
         learned = self._look_up(len(lengths), max(lengths))
         may_draft = learned.rest.may_draft()
@@ -91,7 +91,7 @@ class AutomaticBudget(Budget):
         self.forwards, self.drafting = learned.costs.of_sizes(self.sizes, guess, replayed)
         if copies is not None:
             copied, self.rest_gives = self._without_heads(copies, lengths)
-            may_draft &= copied == 0 or self.rest_gives <= learned.rest.advantage
+            may_draft &= copied == 0 or self.rest_gives <= SETTINGS.alone * learned.rest.advantage
             self.copied = 0 if may_draft else copied
         if not may_draft:
             return 0, self.copied
@@ -163,8 +163,9 @@ class AutomaticBudget(Budget):
     def _most_worth_drafting(self, learned: Learned, rows: int) -> int:
         """As many nodes as the largest of the last trees kept; now and then one size more, to see whether it pays."""
         sizes, chosen = self.sizes, learned.chosen
-        most = max(1, *chosen) if chosen else max(SETTINGS.first_nodes // rows, 1)
-        looks = 0 < len(chosen) < SETTINGS.lately or self.drafts % SETTINGS.look_every == 0
+        most = max(1, *chosen) if chosen else _first_nodes(rows)
+        paid = chosen[-1:] == (most,)  # the last tree was worth as much as had been drafted lately
+        looks = paid and (len(chosen) < SETTINGS.lately or self.drafts % SETTINGS.look_every == 0)
         return sizes[min(sum(size <= most for size in sizes) - 1 + looks, len(sizes) - 1)]
 
     def _size_before_the_draft(self, learned: Learned, rows: int) -> int:
@@ -181,7 +182,7 @@ class AutomaticBudget(Budget):
         learned.chosen = (*learned.chosen, sizes[place])[-s.lately :]
         if self.drafts % s.explore_every == 0 or (len(learned.chosen) < s.lately and self.drafts % s.look_every == 0):
             return sizes[min(place + 1, len(sizes) - 1)]
-        self._compare(learned, tokens[place], steps[place])
+        self._compare(learned, tokens[place], steps[place], rows)
         return sizes[place] if learned.rest.is_over else 0
 
     def _size_after_the_draft(self, log_probs: torch.Tensor, lengths: Sequence[int]) -> int:
@@ -191,11 +192,16 @@ class AutomaticBudget(Budget):
         sizes = [size for size in self.sizes if size <= drafted]
         self.drafts += 1
         gained = gains_of(self.acceptance.expected(log_probs)[:, :drafted], lengths)
-        tokens, forwards = [gained[size] for size in sizes], [self.forwards[size] for size in sizes]
+        verified = {0, *(seen.nodes - self.replayed for seen in learned.costs.forwards)}
+        tokens = [gained[size] * (1.0 if size in verified else s.hope) for size in sizes]
+        forwards = [self.forwards[size] for size in sizes]
         steps = [self.forwards[size] + self.drafting[size] for size in sizes]
         place = choose(tokens, steps)  # of so many nodes, had no more been drafted
         learned.chosen = (*learned.chosen, sizes[place])[-s.lately :]
-        self._compare(learned, tokens[place], steps[place])
+        self._compare(learned, tokens[place], steps[place], len(lengths))
+        if self.drafts % s.explore_every == 0:
+            up = place == 0 or self.drafts // s.explore_every % 2
+            return sizes[min(place + 1, len(sizes) - 1) if up else place - 1]
         paid = self.drafting[sizes[-1]]  # for all that was drafted, whatever is verified of it
         return sizes[choose(tokens, [forward + paid for forward in forwards])]
 
@@ -208,11 +214,17 @@ class AutomaticBudget(Budget):
         place = choose(tokens, forwards)
         return sizes[place], tokens[place] / forwards[place]
 
-    def _compare(self, learned: Learned, tokens: float, steps: float) -> None:
+    def _compare(self, learned: Learned, tokens: float, steps: float, rows: int) -> None:
         """A draft with a step without it, at the same place."""
         learned.rest.learn(tokens / steps / self.rest_gives)
         if not learned.rest.is_over:
             self.acceptance.forget()
+            learned.chosen = (min(SETTINGS.small_look, _first_nodes(rows)),)
+
+
+def _first_nodes(rows: int) -> int:
+    """Of the first tree of each row."""
+    return max(SETTINGS.first_nodes // rows, 1)
 
 
 def make_budget(

@@ -16,9 +16,10 @@ class Settings:
     first_nodes: int = 24  # nodes of the first tree, shared by the rows
     lately: int = 12  # trees; the heads draft as many nodes as the largest of so many last trees kept
     about_as_good: float = 0.98  # share of the best rate; the smallest size that has it is taken, since it risks less
+    hope: float = 1.03  # factor on the tokens of a size that was never verified; else it would never be tried
     uneven: float = 0.2  # share of a large batch's gain that is lost, because rows wait for the slowest one
     look_every: int = 4  # drafts; one of so many is a size larger, to see whether it pays
-    explore_every: int = 16  # drafts, in graphs; one of so many is a size larger, so that its gain stays known
+    explore_every: int = 16  # drafts; one of so many keeps a size beside the best one, so that its cost stays known
 
     # Acceptance
     forgetting: float = 0.98  # weight of all earlier trees, when a tree is counted
@@ -32,6 +33,8 @@ class Settings:
     newest_draft: float = 0.1  # weight of the newest draft in the average advantage; a few hard tokens start no rest
     shortest_rest: int = 4  # steps; a text has easy stretches of some ten tokens
     longest_rest: int = 128  # steps; a rest is twice as long as the one before, if no draft paid between
+    small_look: int = 5  # nodes of the draft after a rest, or one size more; it only shows whether drafts pay by now
+    alone: float = 1.3  # factor on what drafts gave lately; copies that promise more go without a draft
     plain_every: int = 64  # steps; one of so many is plain where it is close, so that a plain step's cost stays known
     sure: float = 1.3  # advantage from which on it is not close
 
