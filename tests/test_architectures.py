@@ -33,6 +33,14 @@ REAL_HEADS = [
 ]
 
 
+def test_the_short_set_has_every_family_and_every_variant():
+    short = [parameters.values for parameters in REAL_HEADS if not parameters.marks]
+    assert [name for name, _ in short] == FAMILIES
+    assert {variant for _, variant in short} == set(VARIANTS)
+    short = {parameters.values[0] for parameters in PLANTED if not parameters.marks}
+    assert short == {name for name, case in ZOO.items() if case.available and case.route == "tree"}
+
+
 def generate(model, inputs, heads=None, **kwargs):
     kwargs = {"max_new_tokens": NEW, "return_dict_in_generate": True, **kwargs}
     if heads is not None:

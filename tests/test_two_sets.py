@@ -6,7 +6,6 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from helpers.zoo import ZOO
 
 
 @pytest.fixture
@@ -91,13 +90,3 @@ def test_the_tests_that_ci_names_are_there(sets):
     assert len(named) >= 2
     for file, test in named:
         assert f"def {test}(" in (sets.ROOT / file).read_text()
-
-
-def test_the_short_set_has_every_family_and_every_variant():
-    import test_architectures as families
-
-    short = [parameters.values for parameters in families.REAL_HEADS if not parameters.marks]
-    assert [name for name, _ in short] == families.FAMILIES
-    assert {variant for _, variant in short} == set(families.VARIANTS)
-    short = {parameters.values[0] for parameters in families.PLANTED if not parameters.marks}
-    assert short == {name for name, case in ZOO.items() if case.available and case.route == "tree"}

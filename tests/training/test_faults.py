@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from resumed_runs import SignalAt, assert_equal_runs, make_run
 from safetensors import SafetensorError, safe_open
-from test_resume import SignalAt, assert_equal_runs, make_run
 from tiny import make_target, make_trainer
 from transformers import Trainer, TrainerCallback
 
