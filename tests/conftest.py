@@ -22,6 +22,8 @@ import hf_clover  # noqa: F401  (installs the hook)
 from hf_clover.decoding import loop
 from hf_clover.decoding.budget.fixed import Budget, check_nodes
 
+pytest.register_assert_rewrite("helpers", "resumed_runs")  # a comparison that fails there is shown as in a test
+
 # A shell starts what runs in its background with Ctrl-C ignored, and programs started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
