@@ -84,6 +84,18 @@ def test_every_path_that_a_mark_names_is_there(sets):
     assert named > 50
 
 
+def test_no_test_file_imports_another(sets):
+    """A change in what they share would run one of them without the other."""
+    files = sorted((sets.ROOT / "tests").rglob("test_*.py"))
+    of_tests = {file.stem for file in files}
+    assert len(of_tests) > 80
+    for file in files:
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        names = [alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        assert of_tests.isdisjoint(part for name in names for part in name.split(".")), file.name
+
+
 def test_the_tests_that_ci_names_are_there(sets):
     """Those for the oldest versions, where pytest would say so after many minutes."""
     named = re.findall(r"(tests/\S+\.py)::(\w+)", (sets.ROOT / ".ci" / "run").read_text())
