@@ -24,7 +24,9 @@ SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
 VARIANTS = ("clover-x", "clover-2", "clover", "medusa")
 
 # In the short set every family has its first attention, and one variant of real heads: the next family has the next.
-EVERY = pytest.mark.long("hf_clover/network", *(f"hf_clover/decoding/{name}.py" for name in ("attention", "masks")))
+EVERY = pytest.mark.long(
+    "hf_clover/network", "hf_clover/decoding/target/attention.py", "hf_clover/decoding/target/masks.py"
+)
 PLANTED = [pytest.param(*run, marks=() if run[1] == ZOO[run[0]].attn[0] else EVERY) for run in TREE_RUNS]
 REAL_HEADS = [
     pytest.param(name, variant, marks=() if variant == VARIANTS[place % len(VARIANTS)] else EVERY)
