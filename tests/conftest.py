@@ -1,5 +1,6 @@
 """Offline, on the CPU, deterministic: every test sees the same machine."""
 
+import ast
 import functools
 import os
 import re
@@ -62,8 +63,10 @@ def _changed_since(commit):
 
 def _is_for(item, changed):
     """Whether a test is in the short set, is about a file or folder in which something has changed, or imports it."""
-    marks = list(item.iter_markers("long"))
-    about = {path for mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
+    marks = list(item.iter_markers_with_node("long"))
+    about = {path for _, mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
+    if any(node is not item for node, _ in marks):  # all of its file is long
+        about |= _rooms_imported(item.path)
     if not marks or any(_is_in(file, path) for file in changed for path in about):
         return True
     helpers = "|".join(Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py"))
@@ -76,6 +79,26 @@ def _is_in(file, path):
 
 
 _text = functools.cache(Path.read_text)
+
+
+@functools.cache
+def _rooms_imported(path):
+    """What a file imports from hf_clover, in functions too."""
+    names = {
+        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse(_text(path)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    return {room for name in names if name.startswith("hf_clover.") and (room := _room_of(name))}
+
+
+def _room_of(name):
+    """A room's folder; in decoding/, which most tests run through, the module. The package's own names have none."""
+    parts = name.split(".")
+    lengths = range(len(parts) if parts[1] == "decoding" else 2, 1, -1)
+    paths = ["/".join(parts[:length]) for length in lengths]
+    return next((place for path in paths for place in (f"{path}.py", path) if (ROOT / place).exists()), None)
 
 
 @pytest.fixture(autouse=True)

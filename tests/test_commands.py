@@ -30,7 +30,7 @@ from hf_clover.cli import inputs
 from hf_clover.measure.step_record import StepRecord
 from hf_clover.training import online
 
-pytestmark = pytest.mark.long("hf_clover/cli", "hf_clover/apps")
+pytestmark = pytest.mark.long
 
 FIGURES = re.compile(
     r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s(?:, about \d+\.\d times plain generate)? "
