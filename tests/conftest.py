@@ -69,8 +69,7 @@ def _is_for(item, changed):
         about |= _rooms_imported(item.path)
     if not marks or any(_is_in(file, path) for file in changed for path in about):
         return True
-    helpers = "|".join(Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py"))
-    return bool(helpers) and bool(re.search(rf"^(from|import) .*\b({helpers})\b", _text(item.path), re.MULTILINE))
+    return _imports_any(item.path, _changed_helpers(tuple(changed)))
 
 
 def _is_in(file, path):
@@ -79,6 +78,20 @@ def _is_in(file, path):
 
 
 _text = functools.cache(Path.read_text)
+
+
+@functools.cache
+def _changed_helpers(changed):
+    """Modules of tests/ that have changed, and those that import one of them."""
+    found = {Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py")}
+    helpers = [file for file in (ROOT / "tests").rglob("*.py") if not file.name.startswith("test_")]
+    while more := {file.stem for file in helpers if _imports_any(file, found)} - found:
+        found |= more
+    return found
+
+
+def _imports_any(path, names):
+    return bool(names) and bool(re.search(rf"^(from|import) .*\b({'|'.join(names)})\b", _text(path), re.MULTILINE))
 
 
 @functools.cache

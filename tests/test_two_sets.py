@@ -32,6 +32,7 @@ def item(sets, path, *about, is_long=True, is_file_long=False):
         (["hf_clover/hub_of_another.py", "hf_clover/decoding/walk.py", "hub_cards.md"], False),
         (["README.md", "tests/test_serving.py"], True),
         (["tests/helpers/tiny_text.py"], True),
+        (["tests/helpers/fitting.py"], True),  # which that imports
         (["tests/helpers/zoo.py"], False),
         (["constraints.txt"], True),
         (["tests/conftest.py"], True),
