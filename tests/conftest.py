@@ -1,5 +1,6 @@
 """Offline, on the CPU, deterministic: every test sees the same machine."""
 
+import ast
 import functools
 import os
 import re
@@ -21,6 +22,8 @@ import torch
 import hf_clover  # noqa: F401  (installs the hook)
 from hf_clover.decoding import loop
 from hf_clover.decoding.budget.fixed import Budget, check_nodes
+
+pytest.register_assert_rewrite("helpers", "resumed_runs")  # a comparison that fails there is shown as in a test
 
 # A shell starts what runs in its background with Ctrl-C ignored, and programs started here would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,12 +63,13 @@ def _changed_since(commit):
 
 def _is_for(item, changed):
     """Whether a test is in the short set, is about a file or folder in which something has changed, or imports it."""
-    marks = list(item.iter_markers("long"))
-    about = {path for mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
+    marks = list(item.iter_markers_with_node("long"))
+    about = {path for _, mark in marks for path in mark.args} | {item.path.relative_to(ROOT).as_posix(), *CONCERNS_ALL}
+    if any(node is not item for node, _ in marks):  # all of its file is long
+        about |= _rooms_imported(item.path)
     if not marks or any(_is_in(file, path) for file in changed for path in about):
         return True
-    helpers = "|".join(Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py"))
-    return bool(helpers) and bool(re.search(rf"^(from|import) .*\b({helpers})\b", _text(item.path), re.MULTILINE))
+    return _imports_any(item.path, _changed_helpers(tuple(changed)))
 
 
 def _is_in(file, path):
@@ -74,6 +78,40 @@ def _is_in(file, path):
 
 
 _text = functools.cache(Path.read_text)
+
+
+@functools.cache
+def _changed_helpers(changed):
+    """Modules of tests/ that have changed, and those that import one of them."""
+    found = {Path(file).stem for file in changed if file.startswith("tests/") and file.endswith(".py")}
+    helpers = [file for file in (ROOT / "tests").rglob("*.py") if not file.name.startswith("test_")]
+    while more := {file.stem for file in helpers if _imports_any(file, found)} - found:
+        found |= more
+    return found
+
+
+def _imports_any(path, names):
+    return bool(names) and bool(re.search(rf"^(from|import) .*\b({'|'.join(names)})\b", _text(path), re.MULTILINE))
+
+
+@functools.cache
+def _rooms_imported(path):
+    """What a file imports from hf_clover, in functions too."""
+    names = {
+        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse(_text(path)))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    return {room for name in names if name.startswith("hf_clover.") and (room := _room_of(name))}
+
+
+def _room_of(name):
+    """A room's folder; in decoding/, which most tests run through, the module. The package's own names have none."""
+    parts = name.split(".")
+    lengths = range(len(parts) if parts[1] == "decoding" else 2, 1, -1)
+    paths = ["/".join(parts[:length]) for length in lengths]
+    return next((place for path in paths for place in (f"{path}.py", path) if (ROOT / place).exists()), None)
 
 
 @pytest.fixture(autouse=True)

@@ -24,13 +24,23 @@ SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
 VARIANTS = ("clover-x", "clover-2", "clover", "medusa")
 
 # In the short set every family has its first attention, and one variant of real heads: the next family has the next.
-EVERY = pytest.mark.long("hf_clover/network", *(f"hf_clover/decoding/{name}.py" for name in ("attention", "masks")))
+EVERY = pytest.mark.long(
+    "hf_clover/network", "hf_clover/decoding/target/attention.py", "hf_clover/decoding/target/masks.py"
+)
 PLANTED = [pytest.param(*run, marks=() if run[1] == ZOO[run[0]].attn[0] else EVERY) for run in TREE_RUNS]
 REAL_HEADS = [
     pytest.param(name, variant, marks=() if variant == VARIANTS[place % len(VARIANTS)] else EVERY)
     for place, name in enumerate(FAMILIES)
     for variant in VARIANTS
 ]
+
+
+def test_the_short_set_has_every_family_and_every_variant():
+    short = [parameters.values for parameters in REAL_HEADS if not parameters.marks]
+    assert [name for name, _ in short] == FAMILIES
+    assert {variant for _, variant in short} == set(VARIANTS)
+    short = {parameters.values[0] for parameters in PLANTED if not parameters.marks}
+    assert short == {name for name, case in ZOO.items() if case.available and case.route == "tree"}
 
 
 def generate(model, inputs, heads=None, **kwargs):

@@ -5,17 +5,11 @@ import re
 
 import pytest
 import torch
+from helpers.breaking_off import Breaks, state_of
 from helpers.oracle import planted
 from helpers.zoo import build, ragged_batch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AutoModelForSeq2SeqLM,
-    LogitsProcessor,
-    LogitsProcessorList,
-    T5Config,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import AttentionInterface, AutoModelForSeq2SeqLM, LogitsProcessor, LogitsProcessorList, T5Config
 
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.decoding.route import CloverWarning
@@ -36,12 +30,6 @@ def heads(model):
 @pytest.fixture
 def inputs():
     return ragged_batch(VOCABULARY, (5, 9, 3))
-
-
-def state_of(model):
-    """Everything of the target that speculation touches for a while."""
-    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
-    return hooks, model.config._attn_implementation, model.training, dict(vars(model.generation_config))
 
 
 # ---------------------------------------------------------------------- the wrong pair
@@ -260,28 +248,6 @@ def test_heads_that_give_nan_stop_drafting(model, heads, inputs, broken):
 
 
 # ---------------------------------------------------------------------- calls that are interrupted
-
-
-class Breaks(LogitsProcessor, BaseStreamer):
-    """Goes well a few times and then not."""
-
-    def __init__(self, error, after=6):
-        self.error, self.left = error, after
-
-    def count(self):
-        self.left -= 1
-        if self.left < 0:
-            raise self.error
-
-    def __call__(self, input_ids, scores):
-        self.count()
-        return scores
-
-    def put(self, value):
-        self.count()
-
-    def end(self):
-        raise AssertionError("a streamer that broke off must not be ended")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])

@@ -11,7 +11,7 @@ from hf_clover import CloverHeads, speculations
 from hf_clover.measure.benchmark import Method, benchmark, measure, parse_method, plain, with_heads, write
 from hf_clover.measure.prompts import Question
 
-pytestmark = pytest.mark.long("hf_clover/measure", "hf_clover/decoding/record.py")
+pytestmark = pytest.mark.long("hf_clover/decoding/record.py")
 
 PROMPTS = [[1, 4, 2, 5, 3], [7, 3, 1], [2, 2, 9, 4]]
 NEW = 12

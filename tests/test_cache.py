@@ -6,17 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.cached_rows import Model, assert_holds, assert_rows, commit, fill, stage, states
+from helpers.llama_and_mistral import VOCABULARY, WINDOW, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    StaticCache,
-)
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from hf_clover.decoding.cache import by_row as cache_module
 from hf_clover.decoding.cache.by_row import BLOCK, TreeCache
@@ -25,79 +19,9 @@ from hf_clover.decoding.tree import Tree, chain_of, grow_global
 from hf_clover.targets.private_api import cache_name
 
 steady = settings(derandomize=True, deadline=None, max_examples=100)
-HEADS, DIM = 2, 3
 
 
 # ---------------------------------------------------------------------- a list of lists
-
-
-def states(entries, layer):
-    """Keys and values [B, HEADS, T, DIM] that tell the entry's number, head, dimension and layer apart."""
-    numbers = torch.tensor(entries, dtype=torch.float32)[:, None, :, None] * 100  # [B, 1, T, 1]
-    keys = numbers + torch.arange(HEADS)[:, None, None] * 10 + torch.arange(DIM) + layer * 0.25
-    return keys, -keys
-
-
-class Model:
-    """What the cache must be: per row, the numbers of the entries it holds."""
-
-    def __init__(self, batch):
-        self.rows, self.count = [[] for _ in range(batch)], 0
-
-    def new(self, length):
-        """Numbers for `length` new entries of every row."""
-        start = self.count
-        self.count += length * len(self.rows)
-        return [list(range(start + row * length, start + (row + 1) * length)) for row in range(len(self.rows))]
-
-
-def assert_rows(got, expected, layer):
-    """`got` (keys, values) begins, row by row, with the expected entries; the rest must not poison attention."""
-    for row, entries in enumerate(expected):
-        for buffer, wanted in zip(got, states([entries], layer)):
-            assert torch.equal(buffer[row, :, : len(entries)], wanted[0])
-            assert buffer[row].isfinite().all()
-
-
-def assert_holds(cache, model):
-    assert cache.lengths == [len(row) for row in model.rows]
-    longest = max(cache.lengths)
-    for layer in range(len(cache.layers)):
-        keys, values = cache.export(layer, longest)
-        assert keys.shape == values.shape == (len(model.rows), HEADS, longest, DIM)
-        assert_rows((keys, values), model.rows, layer)
-
-
-def fill(cache, model, length):
-    new = model.new(length)
-    for row, entries in zip(model.rows, new):
-        row.extend(entries)
-    for layer in range(len(cache.layers)):
-        assert cache.get_mask_sizes(length, layer) == (len(model.rows[0]), 0)
-        got = cache.update(*states(new, layer), layer)
-        assert got[0].shape[2] == len(model.rows[0])
-        assert_rows(got, model.rows, layer)
-    assert cache.get_seq_length() == len(model.rows[0])
-
-
-def stage(cache, model, entries):
-    """Write `entries` per row -> their numbers."""
-    new = model.new(entries)
-    lengths = [len(row) for row in model.rows]
-    with cache.staged(entries):
-        for layer in range(len(cache.layers)):
-            assert cache.get_seq_length(layer) == max(lengths)
-            assert cache.get_mask_sizes(entries, layer) == (max(lengths) + entries, 0)
-            got = cache.update(*states(new, layer), layer)
-            assert got[0].shape == (len(lengths), HEADS, max(lengths) + entries, DIM)
-            assert_rows(got, [old + staged for old, staged in zip(model.rows, new)], layer)
-    return new
-
-
-def commit(cache, model, new, paths):
-    cache.commit(paths)
-    for row, (path, entries) in enumerate(zip(paths, new)):
-        model.rows[row] += [entries[place] for place in path]
 
 
 def test_the_cache_holds_what_a_list_of_lists_holds():
@@ -193,36 +117,9 @@ def test_load_puts_the_entries_of_a_sliding_window_at_the_end():
 # ---------------------------------------------------------------------- a target's run
 
 
-VOCABULARY, WINDOW = 24, 4
 TARGETS = ("llama", "mistral")
 SHAPES = {"one": (9,), "ragged": (9, 4, 7), "within the window": (2, 1)}
 NEW = 24
-
-
-def target_of(name):
-    """A tiny random target whose greedy text wanders; weights large enough for attention to matter."""
-    fields = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        if name == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**fields))
-        else:
-            model = MistralForCausalLM(MistralConfig(**fields, sliding_window=WINDOW))
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.35)
-    return model.eval()
 
 
 @pytest.fixture(scope="module", params=TARGETS)

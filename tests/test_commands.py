@@ -14,11 +14,11 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.tiny_text import ASCII, CHAT_TEMPLATE, END, PROMPT, make_tokenizer, save_folders
+from helpers import command_line
+from helpers.tiny_text import CHAT_TEMPLATE, END, PROMPT, make_tokenizer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
@@ -30,22 +30,14 @@ from hf_clover.cli import inputs
 from hf_clover.measure.step_record import StepRecord
 from hf_clover.training import online
 
-pytestmark = pytest.mark.long("hf_clover/cli", "hf_clover/apps")
+pytestmark = pytest.mark.long
 
 FIGURES = re.compile(
     r"(\d+\.\d\d) tokens per forward, [\d.]+ tokens/s(?:, about \d+\.\d times plain generate)? "
     r"\((\d+) tokens, (\d+) forwards, [\d.]+ s\)"
 )
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_folders(tmp_path_factory.mktemp("commands"), says=ASCII)
-
-
-@pytest.fixture(scope="module")
-def models(folder) -> list[str]:
-    return ["--target", str(folder / "target"), "--heads", str(folder / "heads")]
+folder, models, run = command_line.folder, command_line.models, command_line.run  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +57,6 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of heads that learn."""
     monkeypatch.setattr(online, "TOKENS", 40)
     monkeypatch.setattr(online, "WINDOW", 16)
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """`main` with these words -> exit code, stdout, stderr. Nothing is a terminal."""
-
-    def call(*words: str, stdin: str = "") -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["hf-clover", *words])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            sys.exit(cli.main())
-        out, err = capsys.readouterr()
-        return SimpleNamespace(code=exit_.value.code or 0, out=out, err=err)
-
-    return call
 
 
 def continuation(target, text: str, new: int, ids: list[int] | None = None, **options) -> str:

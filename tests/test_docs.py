@@ -8,39 +8,24 @@ are read by their own parsers, whether they run or not.
 
 import configparser
 import io
-import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import typer
-from helpers.tiny_text import ASCII, CHAT_TEMPLATE, save_folders
-from transformers import AutoModelForCausalLM
+from helpers.pages import BLOCK, DOCS, ROOT, blocks, elsewhere, is_run, models  # noqa: F401  (two of them are fixtures)
 
-from hf_clover import Eagle3Heads, cli
+from hf_clover import cli
 
-ROOT = Path(__file__).resolve().parents[1]
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS, *ROOT.glob(".github/*.md"), *(ROOT / "examples").rglob("*.md")})
 RUNS_THEM = pytest.mark.long("README.md", "docs", "hf_clover/cli", "hf_clover/training", "hf_clover/apps")
-BLOCK = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
-
-
-def blocks(page: Path, language: str) -> list[tuple[str, str]]:
-    """What stands in the comment before each block of this language, and its code."""
-    return [(mark, code) for mark, kind, code in BLOCK.findall(page.read_text()) if kind == language]
-
-
-def is_run(mark: str) -> bool:
-    return not mark.startswith(("not run: ", "ci:"))
 
 
 def commands(code: str) -> list[list[str]]:
@@ -49,33 +34,10 @@ def commands(code: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    return save_folders(tmp_path_factory.mktemp("models"), says=ASCII)
-
-
-@pytest.fixture
-def elsewhere(models, tmp_path, monkeypatch) -> Path:
-    """A working directory with what the pages name: their repositories are folders here."""
-    for name in ("org/target", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-        shutil.copytree(models / "target", tmp_path / name)
-        (tmp_path / name / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    for name in ("org/clover-heads", "examples/smollm2/heads"):
-        shutil.copytree(models / "heads", tmp_path / name)
-    target = AutoModelForCausalLM.from_pretrained(models / "target")
-    Eagle3Heads.from_target(target).save_pretrained(tmp_path / "org/eagle3-heads")
-    said = [{"role": "user", "content": "def f(x):"}, {"role": "assistant", "content": "return x[a:b]\n" * 8}]
-    (tmp_path / "trl-lib/Capybara").mkdir(parents=True)
-    for split in ("train", "test"):
-        (tmp_path / f"trl-lib/Capybara/{split}.jsonl").write_text(json.dumps({"messages": said}))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @RUNS_THEM
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "python")], ids=name_of)
-def test_python_blocks_of_every_page_run(page, elsewhere):
-    """All blocks of a page, one after the other, as a reader runs them."""
+def test_python_blocks_of_every_page_run(page, elsewhere):  # noqa: F811
+    """All blocks of a page, one after the other, as somebody does who reads it."""
     names: dict = {}
     for mark, code in blocks(page, "python"):
         compile(code, name_of(page), "exec")
@@ -85,7 +47,7 @@ def test_python_blocks_of_every_page_run(page, elsewhere):
 
 @RUNS_THEM
 @pytest.mark.parametrize("page", [page for page in DOCS if blocks(page, "bash")], ids=name_of)
-def test_commands_of_every_page_run(page, elsewhere, monkeypatch):
+def test_commands_of_every_page_run(page, elsewhere, monkeypatch):  # noqa: F811
     for mark, code in blocks(page, "bash"):
         for words in commands(code) if is_run(mark) else ():
             if words[0] == "pip":  # installed, or we would not be here

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from test_docs import DOCS, ROOT, blocks, elsewhere, models  # noqa: F401  (two of them are fixtures)
+from helpers.pages import DOCS, ROOT, blocks, elsewhere, models  # noqa: F401  (two of them are fixtures)
 
 import hf_clover
 from hf_clover import training

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
+from helpers.wrong_mask import every_earlier_node
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "compatibility"))
@@ -68,10 +68,6 @@ def test_drafting_stops_only_across_a_change_of_positions(model_type, fields, re
         monkeypatch.setattr(walk, name, tuple(length + longer for length in getattr(walk, name)))
     row = walk.examine(model_type)
     assert row.result == result, row.reason
-
-
-def every_earlier_node(self: Tree) -> torch.Tensor:
-    return torch.ones(self.size, self.size, dtype=torch.bool).tril().expand(len(self.tokens), -1, -1)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from hf_clover.measure.benchmark import measure, plain, with_heads
 from hf_clover.measure.prompts import HELD_OUT, load_prompts, standard_library
 
-pytestmark = pytest.mark.long("examples", "hf_clover/apps", "hf_clover/measure")
+pytestmark = pytest.mark.long("examples", "hf_clover/apps")
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 STAND_IN = EXAMPLES / "stand_in"

@@ -14,10 +14,10 @@ import warnings
 
 import pytest
 import torch
+from helpers.breaking_off import Breaks, state_of
 from helpers.capturing import captures  # noqa: F401  (a fixture)
 from helpers.oracle import planted
 from helpers.zoo import build, ragged_batch
-from test_bad_input import Breaks, state_of
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask

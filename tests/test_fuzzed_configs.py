@@ -16,7 +16,7 @@ import torch
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.network.variants import CHOICES, VARIANTS
 
-pytestmark = pytest.mark.long("hf_clover/network")
+pytestmark = pytest.mark.long
 
 TINY = dict(vocab_size=24, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
 FIELDS = [field.name for field in dataclasses.fields(CloverConfig) if field.init]

@@ -21,7 +21,7 @@ from hf_clover import CloverHeads, CloverTrainer, CloverTrainingConfig, cli
 from hf_clover.targets.loading import load_target, load_tokenizer
 from hf_clover.training import script
 
-pytestmark = pytest.mark.long("hf_clover/targets", "hf_clover/origins")
+pytestmark = pytest.mark.long("hf_clover/origins")
 
 NAME = "tiny.Q8_0.gguf"
 

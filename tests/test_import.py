@@ -1,29 +1,14 @@
 """What `import hf_clover` does and does not do, each in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.own_process import run
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.utils import GenerationMixin
 
 from hf_clover import CloverHeads, install_hook, uninstall_hook
-
-ROOT = Path(__file__).parent.parent
-
-
-def run(script: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout
-
 
 LIGHT = """
 import sys, time

@@ -15,7 +15,7 @@ from hf_clover.apps.lines import print_line
 from hf_clover.apps.live import LiveStreamer, TokenText, generate_live
 from hf_clover.measure.step_record import StepRecord
 
-pytestmark = pytest.mark.long("hf_clover/apps", "hf_clover/measure")
+pytestmark = pytest.mark.long
 
 NEW = 60
 GREEN = re.compile(r"\x1b\[1;32m(.*?)\x1b\[0m", re.DOTALL)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from helpers.llama_and_mistral import target_of
 from helpers.trees import path_to, random_tree, running
 from helpers.zoo import ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cache import target_of
 
 from hf_clover import CloverHeads
 from hf_clover.decoding.target.masks import additive, ancestors_of, plain_mask, visible_columns

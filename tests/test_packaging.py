@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, blocks, elsewhere, is_run, models  # noqa: F401  (two of them are fixtures)
+from helpers.pages import ROOT, blocks, elsewhere, is_run, models  # noqa: F401  (two of them are fixtures)
 
 import hf_clover
 

@@ -29,7 +29,7 @@ from hf_clover.network import packing
 
 pytestmark = [
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"),
-    pytest.mark.long("hf_clover/network", "hf_clover/decoding/target/trees.py"),
+    pytest.mark.long("hf_clover/decoding/target/trees.py"),
 ]
 VOCABULARY = 61
 

@@ -17,7 +17,7 @@ from hf_clover.measure import plots
 from hf_clover.measure.plots import THEMES, _looks, draw, figure_of, plot, settings
 from hf_clover.measure.step_record import StepRecord
 
-pytestmark = pytest.mark.long("hf_clover/measure", "examples/quickstart.py", "examples/race_picture.py")
+pytestmark = pytest.mark.long("examples/quickstart.py", "examples/race_picture.py")
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("plain", "clover-2", "medusa", "prompt-lookup", "assistant:my-org/some-model-0.5b")

@@ -30,7 +30,7 @@ from hf_clover.cli import serving as command
 from hf_clover.targets import private_api
 from hf_clover.training import online
 
-pytestmark = pytest.mark.long("hf_clover/apps")
+pytestmark = pytest.mark.long
 
 NAME = "tiny"
 TEXTS = (PROMPT, "for x in", "if a", "while ", "import ", "x = [")

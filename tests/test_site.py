@@ -1,7 +1,7 @@
 """The site without building it: what it leads through is there, and no page of docs/ is left out."""
 
 import yaml
-from test_docs import ROOT
+from helpers.pages import ROOT
 
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 

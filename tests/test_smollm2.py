@@ -20,9 +20,7 @@ from hf_clover import CloverHeads
 from hf_clover.cli import inputs
 from hf_clover.targets import loading, smollm2
 
-pytestmark = pytest.mark.long(
-    "examples/smollm2", "examples/experiments/results/smollm2.json", "hf_clover/targets", "hf_clover/origins"
-)
+pytestmark = pytest.mark.long("examples/smollm2", "examples/experiments/results/smollm2.json", "hf_clover/origins")
 
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "smollm2" / "make_target.py"
 

@@ -10,7 +10,7 @@ from helpers.capturing import captures  # noqa: F401  (a fixture)
 from hf_clover.decoding import route as route_module
 from hf_clover.decoding.cache.by_row import TreeCache
 
-pytestmark = pytest.mark.long("hf_clover/decoding", "tests/soak.py")
+pytestmark = pytest.mark.long("hf_clover/decoding")
 
 
 @pytest.mark.automatic

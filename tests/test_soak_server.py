@@ -6,7 +6,7 @@ import pytest
 import soak_server
 from soak_server import Attack, draw, judge
 
-pytestmark = pytest.mark.long("hf_clover/apps", "tests/soak_server.py")
+pytestmark = pytest.mark.long("hf_clover/apps")
 
 JSON, STREAM = "application/json", "text/event-stream"
 

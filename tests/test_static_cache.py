@@ -5,9 +5,10 @@ import weakref
 
 import pytest
 import torch
+from helpers.cached_rows import Model, assert_holds, fill, states
+from helpers.llama_and_mistral import target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cache import Model, assert_holds, fill, states, target_of
 
 from hf_clover.decoding.cache import static
 from hf_clover.decoding.cache.static import MOVES, StaticTreeCache, first_capacity, give_back_cache, take_cache

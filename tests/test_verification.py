@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.command_line import folder, models, run  # noqa: F401  (fixtures)
 from helpers.fitting import fit
+from helpers.wrong_mask import every_earlier_node
 from helpers.zoo import build, ragged_batch
-from test_commands import folder, models, run  # noqa: F401  (fixtures)
-from test_every_model import every_earlier_node
 from typer.testing import CliRunner
 
 from hf_clover import CloverHeads, Eagle3Heads, cli

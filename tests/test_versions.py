@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from helpers.oracle import planted
+from helpers.own_process import run
 from helpers.zoo import build, ragged_batch
-from test_import import run
 from transformers import GenerationMixin, LlamaForCausalLM
 from typer.testing import CliRunner
 

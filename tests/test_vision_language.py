@@ -18,9 +18,7 @@ from hf_clover import CloverHeads
 from hf_clover.decoding.route import CloverWarning
 from hf_clover.targets.private_api import cache_name
 
-pytestmark = pytest.mark.long(
-    "hf_clover/targets", "hf_clover/origins", "hf_clover/decoding/route.py", "hf_clover/decoding/entry.py"
-)
+pytestmark = pytest.mark.long("hf_clover/origins", "hf_clover/decoding/entry.py")
 
 VOCABULARY, NEW = 40, 24
 IMAGE, START, END = 39, 38, 37  # tokens of an image, and around it

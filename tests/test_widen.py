@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from hf_clover import CloverHeads
 from hf_clover.measure.prompts import function_starts
 
-pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
+pytestmark = pytest.mark.long("examples/experiments")
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = ROOT / "examples" / "stand_in"

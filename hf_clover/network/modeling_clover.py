@@ -286,12 +286,14 @@ class CloverHeads(DraftHeads):
             )
         first, values, mask = self._encode(hidden_states, input_ids, attention_mask, position_ids, None)
         state, length, outputs, places = first, input_ids.shape[1], [], None
-        if self.config.recall and length:
+        if self.config.recall and values is not None and length:
             places = places_along(input_ids, mask, input_ids, self.config.num_heads)  # of each level [B, T]
         for level in range(self.config.num_heads):
             valid = max(length - level, 0)
             tokens = input_ids[:, level:] if self.config.regressive else input_ids[:, :valid]  # [B, T - level]
-            recalled = () if places is None else (self.recall(values, places[level][:, :valid]),)  # [B, T - level, .]
+            recalled = (
+                () if places is None or values is None else (self.recall(values, places[level][:, :valid]),)
+            )  # [B, T - level, .]
             out, state = self.step(level, state[:, :valid], tokens, *recalled)  # [B, T - level, d]
             outputs.append(F.pad(out, (0, 0, 0, length - valid)))
         output = CloverOutput(head_outputs=torch.stack(outputs), state=first)

@@ -11,7 +11,7 @@ from helpers.zoo import build
 from hf_clover import CloverHeads
 from hf_clover.hub.code import remove_code
 
-pytestmark = pytest.mark.long("hf_clover/hub", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 GENERATE = """
 import torch

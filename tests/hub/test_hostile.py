@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel
 from hf_clover import CloverConfig, CloverHeads
 from hf_clover.network.checkpoint_checks import check_draft_ids
 
-pytestmark = pytest.mark.long("hf_clover/hub", "hub_cards", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/hub", "hub_cards")
 
 TINY = dict(vocab_size=24, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=24)
 GIGABYTE = 1 << 30

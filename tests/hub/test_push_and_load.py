@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard
 from hf_clover.hub.custom_generate import generate
 from hf_clover.hub.push import write_results
 
-pytestmark = pytest.mark.long("hf_clover/hub", "hub_cards", "hf_clover/network")
+pytestmark = pytest.mark.long("hub_cards", "hf_clover/network")
 
 HEADS = "org/clover-heads"
 

@@ -15,7 +15,7 @@ from hub_server import TOKEN
 
 from hf_clover.hub.cards import MARKER
 
-pytestmark = pytest.mark.long("hf_clover/hub", "hub_cards", "hf_clover/network")
+pytestmark = pytest.mark.long("hub_cards", "hf_clover/network")
 
 PUSH = "from hf_clover.hub.push import push_folder; print(push_folder({0!r}, {1!r}, **{2!r}).oid)"
 

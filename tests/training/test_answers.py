@@ -14,7 +14,7 @@ from tiny import make_target, make_tokenizer, make_trainer
 from hf_clover import CloverHeads
 from hf_clover.training import EndpointAnswers, TargetAnswers, regenerate
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 PROMPTS = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w10", "w11"]})
 CHATS = Dataset.from_dict(

@@ -16,7 +16,7 @@ from hf_clover import CloverHeads, cli, speculations
 from hf_clover.hub import push as hub
 from hf_clover.training import first_fit, online
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 runner = CliRunner()
 COMMANDS = ("train", "regenerate", "push")

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from resumed_runs import SignalAt, assert_equal_runs, make_run
 from safetensors import SafetensorError, safe_open
-from test_resume import SignalAt, assert_equal_runs, make_run
 from tiny import make_target, make_trainer
 from transformers import Trainer, TrainerCallback
 
@@ -28,7 +28,7 @@ from hf_clover.measure.whole_files import write_whole
 from hf_clover.training import regenerate
 from hf_clover.training.storage import checkpoints_in, what_is_broken
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 FULL = (
     4096  # bytes that a file may have on the disk that is full; a checkpoint's configuration fits, its weights do not

@@ -13,7 +13,7 @@ from hf_clover import CloverHeads
 from hf_clover.training import CloverTrainingConfig, config, optimizers
 from hf_clover.training.optimizers import MuonAndAdamW, muon_rate
 
-pytestmark = pytest.mark.long("hf_clover/training")
+pytestmark = pytest.mark.long
 
 
 def network() -> nn.Module:

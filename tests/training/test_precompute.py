@@ -17,7 +17,7 @@ from hf_clover import CloverHeads
 from hf_clover.training.precompute import TargetStatesCollator, precompute_targets
 from hf_clover.training.teacher import Teacher
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 DATA = [12, 9, 16, 7, 12, 10, 14, 8]
 

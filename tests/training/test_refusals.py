@@ -17,7 +17,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.training.arguments import check_parallelism
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "wrapped packing": ({"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'.*'bfd'"),

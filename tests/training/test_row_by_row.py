@@ -11,7 +11,7 @@ from hf_clover import CloverHeads
 from hf_clover.training import TargetAnswers
 from hf_clover.training.row_by_row import decode, own_random_numbers, pick
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 PROMPTS = ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w10 w11 w12", "w11", "w3 w3", "w30 w2 w1 w5"]
 NEW = 24

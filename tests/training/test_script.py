@@ -11,7 +11,7 @@ from tiny import make_target, make_tokenizer
 from hf_clover import CloverHeads
 from hf_clover.training import script
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -7,7 +7,7 @@ from tiny import make_target, make_trainer, random_ids
 
 from hf_clover.training import callbacks
 
-pytestmark = pytest.mark.long("hf_clover/training")
+pytestmark = pytest.mark.long
 
 
 def test_each_log_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

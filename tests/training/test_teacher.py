@@ -7,7 +7,7 @@ from helpers.zoo import ZOO, build
 from hf_clover import CloverHeads
 from hf_clover.training.teacher import Teacher
 
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network")
+pytestmark = pytest.mark.long("hf_clover/network")
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -20,7 +20,7 @@ from hf_clover.training.losses import TOKEN_LOSSES, count_hits
 from hf_clover.training.metrics import HeadMetrics
 
 # CI runs one test of these for every change, with the oldest versions.
-pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network", "hf_clover/targets", "hf_clover/origins")
+pytestmark = pytest.mark.long("hf_clover/targets", "hf_clover/origins")
 TURNS = [
     {"role": "user", "content": "w1 w2 w3 w4"},
     {"role": "assistant", "content": "w5 w6 w7 w8"},

@@ -122,7 +122,7 @@ class AutomaticBudget(Budget):
                 costs.learn_tree(self.drafted, draft_seconds, nodes + self.replayed, forward_seconds)
             else:
                 self.since_plain = 0
-                costs.plain.add(forward_seconds)
+                costs.learn_plain(forward_seconds)
 
     # ------------------------------------------------------------------ what is known
 

@@ -49,6 +49,7 @@ class Recent:
 class Seen(NamedTuple):
     nodes: float
     seconds: float
+    near: list[float]  # seconds of the plain steps before it and, as they come, after it
 
 
 @dataclass
@@ -56,16 +57,28 @@ class Costs:
     plain: Recent = field(default_factory=Recent)  # seconds
     drafts: tuple[Seen, ...] = ()  # replaced and never changed: another thread may be reading them
     forwards: tuple[Seen, ...] = ()
+    near: list[float] = field(default_factory=list)  # the plain steps beside the trees of now
+    follows_plain: bool = False  # the last step was one
+
+    def learn_plain(self, seconds: float) -> None:
+        self.plain.add(seconds)
+        self.near.append(seconds)
+        del self.near[2 * SETTINGS.near : -SETTINGS.near]
+        self.follows_plain = True
 
     def learn_tree(self, drafted: int, draft_seconds: float, nodes: int, forward_seconds: float) -> None:
+        if self.follows_plain:
+            self.near, self.follows_plain = self.near[-SETTINGS.near :], False
         if nodes:
-            self.forwards = _with(self.forwards, Seen(nodes, forward_seconds))
+            self.forwards = _with(self.forwards, Seen(nodes, forward_seconds, self.near))
         if drafted:
-            self.drafts = _with(self.drafts, Seen(drafted, draft_seconds))
+            self.drafts = _with(self.drafts, Seen(drafted, draft_seconds, self.near))
 
     def in_plain_steps(self, seen: Sequence[Seen]) -> list[tuple[float, float]]:
-        """Nodes and plain steps."""
-        return [(nodes, seconds / (self.plain.value or seconds)) for nodes, seconds in seen]
+        """Nodes and plain steps: what slows a machine down for a while slows the plain steps beside it, too."""
+        lists = {id(near): near[: 2 * SETTINGS.near] or self.plain.values for _, _, near in seen}
+        paces = {key: statistics.median(seconds) for key, seconds in lists.items()}
+        return [(nodes, seconds / paces[id(near)]) for nodes, seconds, near in seen]
 
     def of_sizes(
         self, sizes: Sequence[int], guess: tuple[float, float], replayed: int = 0
@@ -87,8 +100,8 @@ class Costs:
         """What was seen with `rows` as a guess for `others`, until more is known. A forward costs by its tokens, so
         as many in other rows are more or fewer nodes a row. A plain step is soon measured."""
         share, guess = rows / others, Costs()
-        guess.drafts = tuple(Seen(share * seen.nodes, seen.seconds) for seen in self.drafts[-4:])
-        forwards = [Seen(share * (seen.nodes + 1) - 1, seen.seconds) for seen in self.forwards]
+        guess.drafts = tuple(Seen(share * seen.nodes, seen.seconds, []) for seen in self.drafts[-4:])
+        forwards = [Seen(share * (seen.nodes + 1) - 1, seen.seconds, []) for seen in self.forwards]
         forwards = [seen for seen in forwards if seen.nodes <= SIZES[-1]]  # what is far off tells little
         guess.forwards = tuple(forwards[-4:])
         return guess
