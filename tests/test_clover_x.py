@@ -166,7 +166,7 @@ def test_a_drafted_chain_equals_that_of_one_pass_over_each_row(padding):
         for row, length in enumerate(lengths):
             own = slice(padding[row], length)
             text, states = ids[row, padding[row] + 1 : length + 1][None], hidden[row, own][None]
-            state, (_, values, _) = heads._encode(states, text, None, None, None)
+            state, values, _ = heads._encode(states, text, None, None, None)
             state, token, chain = state[:, -1], text[:, -1], []
             for level in range(5):
                 place = text.shape[1] - 1
@@ -445,7 +445,7 @@ def test_tokens_equal_plain_with_a_draft_vocabulary_and_either_budget(target):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_card_names_the_variant_and_links_its_paper(variant):
     text = str(render("heads", "org/name", config={"variant": variant, "num_heads": 3}))
-    kind = text.split("They are heads of the kind ")[1].split(", made")[0]
+    kind = text.split("These heads are of the kind ")[1].split(" The Python package")[0]
     assert variant in kind
     assert "https://huggingface.co/papers/2" in kind
-    assert ("of the family of" in kind) == (variant == "clover-x")
+    assert ("belongs to the family of" in kind) == (variant == "clover-x")
