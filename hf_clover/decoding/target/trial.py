@@ -159,6 +159,7 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
     stepped, made = _plain_steps(target, prompt, kwargs, torch.tensor(tokens, device=device)[:, _STEPPED])  # [2, k, V]
     own = {**own, **_of_one_row(made, 2)}
     run, errors = TargetRun(target, GenerationConfig(), kwargs, in_graphs=in_graphs), []
+    drafted: list[tuple[torch.Tensor, list[int]]] = []  # logits [k, V] along a path, and the text that ends with it
     with run.open():
         run.prefill(prompt)
         # The second tree continues what was kept of the first. Its forward is captured as a graph, and the third
@@ -170,11 +171,11 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
                 errors += [_distance(*pair) for pair in pairs]
             for row, text in enumerate(prompts):
                 for path in map(_path_to, _TREE_LEAVES):
-                    errors += _errors(target, logits[row, path], text + [tokens[row][n] for n in path], own)
+                    drafted.append((logits[row, path], text + [tokens[row][n] for n in path]))
             run.commit(_WALKED)
             prompts = [text + [tokens[row][n] for n in _WALKED[row]] for row, text in enumerate(prompts)]
             tokens = [row[1:] + row[:1] for row in tokens]
-    return max(errors)
+    return max(errors + _errors_along_paths(target, drafted, own))
 
 
 def _plain_steps(
@@ -225,13 +226,22 @@ class NotANumberError(Exception):
     """The target's plain logits are NaN, so there is nothing to compare with."""
 
 
-def _errors(target: PreTrainedModel, logits: torch.Tensor, text: list[int], own: dict[str, Any]) -> list[float]:
-    """The errors of `logits` [k, V] against plain logits of the last k tokens of `text`."""
-    inputs = {"input_ids": torch.tensor([text], device=device_of(target))}
+def _errors_along_paths(
+    target: PreTrainedModel, drafted: Sequence[tuple[torch.Tensor, list[int]]], own: dict[str, Any]
+) -> list[float]:
+    """The errors of logits [k, V] against plain logits of the last k tokens of their texts. All texts are rows of one
+    forward: what fills a row up stands behind its text, where no token of a causal model sees it."""
+    rows, width = len(drafted), max(len(text) for _, text in drafted)
+    ids = torch.tensor([text + [0] * (width - len(text)) for _, text in drafted], device=device_of(target))  # [P, T]
+    inputs = {"input_ids": ids, **_of_rows(own, rows, width)}
     if takes_positions(target):  # as plain generate passes them: without them, some models start at another number
-        inputs["position_ids"] = torch.arange(len(text), device=device_of(target))[None]
-    plain = target(**inputs, **_of_rows(own, 1, len(text)), use_cache=False).logits[0, -len(logits) :]  # [k, V]
-    return [_distance(*pair) for pair in zip(logits, plain, strict=True)]
+        inputs["position_ids"] = torch.arange(width, device=ids.device).expand(rows, -1)
+    plain = target(**inputs, use_cache=False).logits  # [P, T, V]
+    return [
+        _distance(*pair)
+        for row, (logits, text) in zip(plain, drafted, strict=True)
+        for pair in zip(logits, row[len(text) - len(logits) : len(text)], strict=True)
+    ]
 
 
 def _distance(logits: torch.Tensor, plain: torch.Tensor) -> float:
