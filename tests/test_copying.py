@@ -55,9 +55,9 @@ def test_copies_are_what_followed_the_longest_run_that_came_before(parts, most):
 def test_the_chance_of_a_copy_depends_on_its_run_and_on_earlier_copies():
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
     copies = Copies([text], most=3)
-    (tokens, joint), two, three, five = copies.paths([0]), *RUNS.values()
-    assert tokens.tolist() == [[4, 5, 6]], "behind three tokens, four and five"
-    assert joint[0].exp().tolist() == pytest.approx([three, three**2, three**2 * five])
+    [(tokens, joint)], two, three, five = copies.paths([0]), *RUNS.values()
+    assert tokens == [4, 5, 6], "behind three tokens, four and five"
+    assert [math.exp(each) for each in joint] == pytest.approx([three, three**2, three**2 * five])
     text += [4, 9]  # one right, one wrong
     copies.extend()
     assert copies.chance(two) == pytest.approx(two * (1 + STEADY) / (2 * three + STEADY))

@@ -27,7 +27,7 @@ from hf_clover.decoding.budget.automatic import AutomaticBudget, Experience
 from hf_clover.decoding.budget.fixed import Budget
 from hf_clover.decoding.budget.settings import SIZES
 from hf_clover.decoding.call import Dice, random_state
-from hf_clover.decoding.draft.copies import Copies
+from hf_clover.decoding.draft.copies import Copies, path_tensors
 from hf_clover.decoding.draft.foresight import Foresight, FromDice
 from hf_clover.decoding.draft.session import DROP_BELOW
 from hf_clover.decoding.tree import Tree, root_only, with_path
@@ -140,17 +140,16 @@ class Machine:
         copies = Copies(written, COPIES)
         while running:
             copies.extend()
-            paths = copies.paths(running)
-            paths = paths if paths[0].shape[1] else None
+            tokens, joint = path_tensors(copies.paths(running))  # [rows, k]
             texts = [answers[row].ids[answers[row].start + given[row] :] for row in running]  # from the last token on
             rows = [place for place, text in enumerate(texts) if len(text) > 1]  # of those running, the unfinished
             lengths = [widest + given[running[place]] + 1 for place in rows]
-            nodes, copied = budget.ask(lengths, copies=None if paths is None else paths[1][rows])
+            nodes, copied = budget.ask(lengths, copies=joint[rows] if joint.shape[1] else None)
             tree = root_only(torch.tensor([text[0] for text in texts]))
             if nodes:
                 tree = in_rows([answers[row].draft(given[row]).first(min(nodes, DRAFTED)) for row in running])
-            if paths is not None and (copied or nodes):
-                tree = with_path(tree, *paths, copied or tree.size - 1)
+            if copied or (joint.shape[1] and nodes):
+                tree = with_path(tree, tokens, joint, copied or tree.size - 1)
             tree = budget.cut(tree, rows, lengths)
             walks = [walked(tree, place, texts[place][1:]) for place in rows]
             draft = self.took(self.drafts, nodes * len(running)) if nodes else 0.0

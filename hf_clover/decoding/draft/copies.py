@@ -26,6 +26,7 @@ SURE = 0.98  # highest chance of a copied token
 
 
 Run = tuple[int, ...]
+Path = tuple[list[int], list[float]]  # tokens that may follow a text, and their joint log-probabilities
 
 
 def agreeing(guess: Sequence[int], tokens: Sequence[int]) -> int:
@@ -163,11 +164,15 @@ class Copies:
             for text in self.texts:
                 self.memory.add(text)
 
-    def paths(self, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The copied paths of `rows`: tokens and joint log-probabilities, [B, k] each, -inf behind a path's end."""
-        guesses = [self.guesses[row] for row in rows]
-        longest = max(map(len, guesses))
+    def paths(self, rows: Sequence[int]) -> list[Path]:
+        """The copied path of each of `rows`."""
         joint = [list(accumulate(math.log(self.chance(hope)) for hope in self.hopes[row])) for row in rows]
-        tokens = [[*guess, *[0] * (longest - len(guess))] for guess in guesses]
-        joint = [[*each, *[-math.inf] * (longest - len(each))] for each in joint]
-        return torch.tensor(tokens), torch.tensor(joint, dtype=torch.float32)
+        return list(zip((self.guesses[row] for row in rows), joint, strict=True))
+
+
+def path_tensors(paths: Sequence[Path]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and joint log-probabilities, [B, k] each, with -inf behind a path's end."""
+    longest = max(len(tokens) for tokens, _ in paths)
+    tokens = torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens, _ in paths])
+    joint = [[*joint, *[-math.inf] * (longest - len(joint))] for _, joint in paths]
+    return tokens, torch.tensor(joint, dtype=torch.float32)

@@ -56,15 +56,10 @@ class GraphDrafter(CloverDrafter):
     def is_warm(self) -> bool:
         return self.cache.graphs.has_replayed
 
-    @contextmanager
-    def until_the_call_ends(self) -> Iterator["GraphDrafter"]:
-        """After the block another call may use this drafter's cache, unless a conversation keeps it."""
-        self.is_remembered = False
-        try:
-            yield self
-        finally:
-            if not self.is_remembered:
-                give_back_cache(self.heads, self.cache)
+    def release(self) -> None:
+        """Another call may use this drafter's cache, unless a conversation keeps it."""
+        if not self.is_remembered:
+            give_back_cache(self.heads, self.cache)
 
     def remember(self, cache: Cache, columns: int) -> None:
         super().remember(cache, columns)

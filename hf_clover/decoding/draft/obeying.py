@@ -7,8 +7,7 @@ xgrammar's can. Where a grammar allows only one token, or one text, it is drafte
 processor with a state of its own is never called here. Drafts decide which tokens are found early, never which tokens
 they are: the walk calls the caller's own processors as always, once per token.
 
-Shapes: B rows, W beams of a level, L columns of the text with the path, V vocabulary, U draft vocabulary, k tokens of
-a run.
+Shapes: B rows, W beams of a level, L columns of the text with the path, V vocabulary, U draft vocabulary.
 """
 
 import copy
@@ -21,6 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, SuppressTokensLog
 
 from ...targets.private_api import allowed_by
 from ..call import ROWWISE_PROCESSORS, SCORE_PROCESSORS, Text, for_row
+from .copies import Path
 from .foresight import Foresight
 
 # Pure functions of scores or of one row's text that forbid or favour tokens. Processors that only narrow or flatten a
@@ -231,30 +231,24 @@ class Obedience(Foresight):
             left = self.foresight.weigh(level, left.masked_fill(nothing, 0.0), vocabulary, chosen, tokens)
         return left.masked_fill(nothing, -torch.inf)
 
-    def cut(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-        """`log_probs` [B, k] of paths `tokens` [B, k], with -inf from the first forbidden token on."""
-        log_probs = log_probs.clone()
-        for ask, ids, path, sure in zip(self.processors, self.rows, tokens, log_probs, strict=True):
-            for place in range(len(path)):
-                if sure[place] == -torch.inf:
+    def cut(self, paths: Sequence[Path]) -> list[Path]:
+        """The path of each row up to its first forbidden token."""
+        found = []
+        for ask, ids, (tokens, joint) in zip(self.processors, self.rows, paths, strict=True):
+            scores = ids.new_zeros(1, self.vocab_size, dtype=torch.float32)
+            for place, token in enumerate(tokens):
+                so_far = torch.cat((ids, ids.new_tensor(tokens[:place])))[None]  # [1, L]
+                if ask(so_far, scores.clone())[0, token] == -torch.inf:
+                    tokens, joint = tokens[:place], joint[:place]
                     break
-                scores = ids.new_zeros(1, self.vocab_size, dtype=torch.float32)
-                so_far = torch.cat((ids, path[:place].to(ids)))[None]  # [1, L]
-                if ask(so_far, scores)[0, path[place]] == -torch.inf:
-                    sure[place:] = -torch.inf
-        return log_probs
+            found.append((tokens, joint))
+        return found
 
-    def forced(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The tokens that must follow in each row: tokens [B, k], and joint log-probabilities [B, k], 0 along a row's
-        run and -inf behind it. None where no row has such a run."""
+    def forced(self) -> list[Path]:
+        """The tokens that must follow in each row."""
         runs = [ask.forced(ids) for ask, ids in zip(self.processors, self.rows, strict=True)]
-        longest = max(map(len, runs))
-        if longest == 0:
-            return None
-        tokens = torch.tensor([run + [0] * (longest - len(run)) for run in runs])
-        sure = torch.tensor([[0.0] * len(run) + [-torch.inf] * (longest - len(run)) for run in runs])
-        several = any(len(ask.asked) > 1 for ask in self.processors)
-        return tokens, self.cut(tokens, sure) if several else sure
+        paths = [(run, [0.0] * len(run)) for run in runs]
+        return self.cut(paths) if any(len(ask.asked) > 1 for ask in self.processors) else paths
 
 
 def processors_of(text: Text, row: int) -> LogitsProcessorList:

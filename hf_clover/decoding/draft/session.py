@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
@@ -26,7 +25,7 @@ from ..route import warn
 from ..target.base import Run
 from ..target.memory import memory_of
 from ..tree import Tree, with_chain
-from .copies import Copies
+from .copies import Copies, Path, path_tensors
 from .cpu_copy import drafting_copy
 from .drafter import CloverDrafter, drafter_of_conversation
 from .foresight import Unwalked, foresee
@@ -79,7 +78,9 @@ class DraftSession:
             return known or eager
         longest = run.known_columns + columns + self.text.max_length - self.text.rows()[0].shape[0]
         drafter = known or kind(eager.heads, mask, block, rows, columns, longest)
-        return run.hold(drafter.until_the_call_ends())
+        drafter.is_remembered = False  # unless this call ends with a cache for the next turn
+        run.at_end(drafter.release)
+        return drafter
 
     # ------------------------------------------------------------------ what the heads take in
 
@@ -154,10 +155,9 @@ class DraftSession:
         """A tree of as many nodes as the budget asks for, below the last tokens."""
         text, unfinished = self.text, self.text.unfinished
         self.obedience = obedience = Obedience(text, vocab_size) if self.obeys else None
-        paths = self._known_paths(obedience)
+        known, joint = path_tensors(self._known_paths(obedience))  # [B, k]
         lengths = [self.run.cache.lengths[place] for place in unfinished]
-        copies = None if paths is None else paths[1][unfinished]  # [rows, k]
-        nodes, copied = self.budget.ask(lengths, self.run.replayed, copies)
+        nodes, copied = self.budget.ask(lengths, self.run.replayed, joint[unfinished] if joint.shape[1] else None)
         self.drafted = 0 if self.run.must_settle else nodes
         levels = min(self.drafted, self.drafter.config.draft_depth)
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
@@ -165,42 +165,27 @@ class DraftSession:
             obedience.foresight, foresight = foresight, obedience
         with in_own_precision(self.drafter.heads):
             tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
-        if paths is not None and (copied or (tree.size > 1 and self.run.shape != "chain")):
-            tokens, log_probs = (each.to(tree.tokens.device) for each in paths)
-            tree = self.drafter.with_path(tree, tokens, log_probs, copied or tree.size - 1)
+        if copied or (joint.shape[1] and tree.size > 1 and self.run.shape != "chain"):
+            device = tree.tokens.device
+            tree = self.drafter.with_path(tree, known.to(device), joint.to(device), copied or tree.size - 1)
         tree = self.budget.cut(tree, unfinished, lengths)
         if text.in_lockstep and text.pad is not None and len(unfinished) < len(text.finished):
             finished = torch.tensor(text.finished, device=tree.tokens.device)
             tree = with_chain(tree, finished, text.pad)
         return tree
 
-    def _known_paths(self, obedience: Obedience | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Drafts that do not come from the heads: tokens [B, k] and joint log-probabilities [B, k]. Each row has the
-        tokens that must follow, or else copied ones."""
-        copied = self._copied_paths()
-        if obedience is None or self.run.must_settle:
+    def _known_paths(self, obedience: Obedience | None) -> list[Path]:
+        """Drafts that do not come from the heads: in each running row the tokens that must follow, or else copies."""
+        copied: list[Path] = [([], [])] * len(self.text.running)
+        if self.run.must_settle:
             return copied
-        if copied is not None:
-            copied = copied[0], obedience.cut(*copied)
-        forced = obedience.forced()
-        if forced is None or copied is None:
-            return forced or copied
-        width = max(forced[0].shape[1], copied[0].shape[1])
-        (tokens, sure), (others, hopes) = (
-            (F.pad(path, (0, width - path.shape[1])), F.pad(joint, (0, width - path.shape[1]), value=-torch.inf))
-            for path, joint in (forced, copied)
-        )
-        is_forced = sure[:, :1] == 0  # [B, 1]
-        return torch.where(is_forced, tokens, others), torch.where(is_forced, sure, hopes)
-
-    def _copied_paths(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The copied drafts of the running rows: tokens [B, k] and joint log-probabilities [B, k]. None if there are
-        none."""
-        if self.copies is None or self.drafter.is_broken or self.run.must_settle:
-            return None
-        self.copies.extend()
-        paths = self.copies.paths(self.text.running)
-        return paths if paths[0].shape[1] else None
+        if self.copies is not None and not self.drafter.is_broken:
+            self.copies.extend()
+            copied = self.copies.paths(self.text.running)
+        if obedience is None:
+            return copied
+        pairs = zip(obedience.forced(), obedience.cut(copied), strict=True)
+        return [forced if forced[0] else copy for forced, copy in pairs]
 
     # ------------------------------------------------------------------ rows and texts that end
 

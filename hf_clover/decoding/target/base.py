@@ -7,9 +7,9 @@ calls are inside the block of `open`; after the block, the target is as it was.
 Shapes: B running rows, T prompt columns, n tree nodes, f numbers of a state as the heads read it, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -17,8 +17,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from ...targets.hidden_states import capture_states
 from ...targets.private_api import as_for_decoding, cache_name, is_the_users
 from ..tree import Tree
-
-Held = TypeVar("Held")
 
 
 class Run:
@@ -54,9 +52,9 @@ class Run:
             self._open.enter_context(as_for_decoding(self.target))
             yield self
 
-    def hold(self, context: AbstractContextManager[Held]) -> Held:
-        """Enter `context` until this run closes."""
-        return self._open.enter_context(context)
+    def at_end(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call `function` when this run closes."""
+        self._open.callback(function, *arguments)
 
     def _take_hidden(self) -> torch.Tensor:
         return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
