@@ -28,7 +28,7 @@ from .attention import attention_for_trees, shared_heads
 from .base import Run
 from .graph_rules import what_forwards_read
 from .long_texts import hang_parts, has_gaps, is_for_parts
-from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
+from .masks import MaskRules, ancestors_of, visible_columns
 
 CATCH_UP_BLOCK = 128  # tokens in one forward that bring rows that ended early to one length
 
@@ -120,32 +120,32 @@ class TargetRun(Run):
         self.token_kwargs = {name: made.pop(name) for name in OF_EACH_TOKEN if name in made}
         self.forward_kwargs = made
 
-    def _inputs_of(self, nodes: int, of_token: dict[str, torch.Tensor]) -> dict[str, Any]:
-        types = {name: value.expand(*value.shape[:-1], nodes) for name, value in of_token.items()}
-        return {**self.forward_kwargs, **types}
-
     def verify(self, tree: Tree) -> torch.Tensor:
         if self._implementation is None:
             self._implementation = self._open.enter_context(attention_for_trees(self.target))
         tree = tree.to(device_of(self.target))
-        self._captured.clear()
         if isinstance(self.cache, StaticTreeCache):
             return self._verify_in_place(tree, self.cache)
+        positions = torch.minimum(self.next_position + tree.depths, self._last)  # [..., B, n]
         with self.cache.staged(tree.size):
-            logits = self._verify_growing(tree)
-        self.hidden = self._take_hidden()
+            logits, self.hidden = self._forward(tree.tokens, positions, self._masks(tree), self.token_kwargs)
         return logits
 
-    def _verify_growing(self, tree: Tree) -> torch.Tensor:
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, masks: Any, of_token: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, n, V] and states [B, n, f] of `tokens` [B, n]. `of_token`: values of `token_kwargs`."""
+        self._captured.clear()
+        types = {name: value.expand(*value.shape[:-1], tokens.shape[1]) for name, value in of_token.items()}
         outputs = self.target(
-            input_ids=tree.tokens,
-            position_ids=torch.minimum(self.next_position + tree.depths, self._last),  # [..., B, n]
-            attention_mask=self._masks(tree),
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=masks,
             use_cache=True,
             return_dict=True,
-            **{cache_name(): self.cache, **self._inputs_of(tree.size, self.token_kwargs)},
+            **{cache_name(): self.cache, **self.forward_kwargs, **types},
         )
-        return outputs.logits
+        return outputs.logits, self._take_hidden()
 
     def _verify_in_place(self, tree: Tree, cache: StaticTreeCache) -> torch.Tensor:
         """The tree is filled up with nodes and rows to the size of a graph; their results are dropped."""
@@ -184,20 +184,11 @@ class TargetRun(Run):
         if is_for_parts(slots):
             hang_parts(masks, rules, ancestors, slots, self._mask_dtype())
         named = dict(zip(self.token_kwargs, more, strict=False))
-        self._captured.clear()
-        outputs = self.target(
-            input_ids=tokens,
-            position_ids=torch.minimum(starts + shift + depths, last),
-            attention_mask=masks,
-            use_cache=True,
-            return_dict=True,
-            **{cache_name(): cache, **self._inputs_of(size, named)},
-        )
-        hidden = self._take_hidden()
+        logits, hidden = self._forward(tokens, torch.minimum(starts + shift + depths, last), masks, named)
         if self.text is None:
-            return outputs.logits, hidden
-        walked = walk_in_tensors(tree, ancestors, outputs.logits, more[-1])
-        return outputs.logits, _at(hidden, walked[:, 0].clamp(min=0)), walked
+            return logits, hidden
+        walked = walk_in_tensors(tree, ancestors, logits, more[-1])
+        return logits, _at(hidden, walked[:, 0].clamp(min=0)), walked
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
         root = self.next_position
@@ -231,19 +222,14 @@ class TargetRun(Run):
     def _masks(self, tree: Tree) -> Any:
         """One mask [B, 1, n, C], or one per layer type where the target's layers differ. None where a plain step needs
         none."""
-        slots, rules, dtype, device = self.cache.slots, self.rules, self._mask_dtype(), tree.tokens.device
-        columns = slots.columns()
-        is_full = rules.are_full_for(columns)
-        if is_full and slots.is_even and self.prompt_mask is None:
-            if tree.size == 1 and self._implementation == "sdpa":
-                return rules.arrange(dict.fromkeys(rules.kinds))
-            return rules.arrange(dict.fromkeys(rules.kinds, plain_mask(tree.ancestors(), slots.lengths[0], dtype)))
+        slots, rules, device = self.cache.slots, self.rules, tree.tokens.device
+        columns, prompt = slots.columns(), None if self.prompt_mask is None else self.prompt_mask.to(device)
+        is_plain_step = tree.size == 1 and slots.is_even and prompt is None and rules.are_full_for(columns)
+        if is_plain_step and self._implementation == "sdpa":
+            return rules.arrange(dict.fromkeys(rules.kinds))
         starts = slots.starts_on(device)  # [B, 1]
-        prompt = None if self.prompt_mask is None else self.prompt_mask.to(device)
         visible = visible_columns(tree.ancestors(), starts, columns, prompt)  # [B, n, C]
-        if is_full:
-            return rules.arrange(dict.fromkeys(rules.kinds, additive(visible, dtype)))
-        return rules.masks(visible, starts, tree.depths, prompt, dtype)
+        return rules.masks(visible, starts, tree.depths, prompt, self._mask_dtype())
 
     def _mask_dtype(self) -> torch.dtype:
         """The dtype of masks: sdpa takes the keys' dtype, eager attention the target's."""
@@ -261,7 +247,7 @@ class TargetRun(Run):
             prompt = longest = max([longest, *(layer.max_cache_len for layer in layers if not layer.is_sliding)])
         graphs = Graphs(device_of(self.target), "Forwards over trees", what_forwards_read(self.target))
         cache = take_cache(self.target, self.num_layers, len(input_ids), first_capacity(prompt, longest), graphs)
-        self._open.callback(give_back_cache, self.target, cache)
+        self.at_end(give_back_cache, self.target, cache)
         self.cache = cache
         cache.slots.has_gaps = self.prompt_mask is not None and has_gaps(self.prompt_mask)
         if self.prompt_mask is not None:
