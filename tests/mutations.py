@@ -33,7 +33,7 @@ MUTATIONS = (
     Mutation(
         name="the greedy walk goes on after the end of a text",
         file="decoding/walk.py",
-        line="follows = (tokens == above) & valid.bool() & (above[..., None] != limits[:, None, 1:]).all(-1)  # [B, n]",
+        line="follows = (tokens == above) & valid.bool() & ~ended  # [B, n]",
         broken="follows = (tokens == above) & valid.bool()  # [B, n]",
         tests=("test_walk.py::test_the_first_of_several_end_tokens_ends_the_walk",),
     ),

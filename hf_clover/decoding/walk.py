@@ -156,7 +156,8 @@ def walk_in_tensors(
     tokens, parents, depths, valid = tree
     best, picks = logits.max(dim=-1)  # [B, n], NaN if any logit is NaN
     above = picks.gather(1, parents)  # the token picked at each node's parent
-    follows = (tokens == above) & valid.bool() & (above[..., None] != limits[:, None, 1:]).all(-1)  # [B, n]
+    ended = (above[..., None] == limits[:, None, 1:]).any(-1)  # [B, n]
+    follows = (tokens == above) & valid.bool() & ~ended  # [B, n]
     follows[:, 0] = True
     walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

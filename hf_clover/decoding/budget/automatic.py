@@ -175,7 +175,7 @@ class AutomaticBudget(Budget):
             return 0
         self.drafts += 1
         if not any(size in self.acceptance.tokens for size in sizes):
-            return max([size for size in sizes if size <= s.first_nodes // rows], default=0) or sizes[1]
+            return max([size for size in sizes if size <= _first_nodes(rows)], default=0) or sizes[1]
         tokens = self.acceptance.given_by(sizes)
         steps = [self.forwards[size] + self.drafting[size] for size in sizes]
         place = 1 + choose(tokens[1:], steps[1:])

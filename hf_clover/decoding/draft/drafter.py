@@ -159,6 +159,7 @@ class CloverDrafter:
         self.prompt_mask = prompt_mask  # [B, T] bool, False where the prompt is padding
         self.state: torch.Tensor | None = None  # [B, ...] the output of `encode` at the text's end
         self.roots: torch.Tensor | None = None  # [B] the last emitted tokens
+        self.last: torch.Tensor | None = None  # [B] the position before that of each root
         self.text: torch.Tensor | None = None  # [B, C] the token after each column of the cache, for heads that recall
         self.is_broken = False  # the heads gave NaN: nothing more is drafted
         self._waiting: list[Settled] = []
@@ -182,14 +183,10 @@ class CloverDrafter:
         index = torch.tensor(rows, device=self.heads.device)
         if self.cache is not None and self.cache.lengths:
             self.cache.keep_rows(rows)
-        if self.prompt_mask is not None:
-            self.prompt_mask = self.prompt_mask[index.to(self.prompt_mask.device)]
-        if self.state is not None:
-            self.state = self.state[index]
-        if self.roots is not None:
-            self.roots = self.roots[index]
-        if self.text is not None:
-            self.text = self.text[index]
+        for name in ("prompt_mask", "state", "roots", "last", "text"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, value[index.to(value.device)])
         self._waiting = [each.of_rows(index, rows) for each in self._waiting]
 
     def with_path(self, tree: Tree, tokens: torch.Tensor, log_probs: torch.Tensor, nodes: int) -> Tree:
@@ -205,10 +202,11 @@ class CloverDrafter:
         [B, m] and the positions [B, m] of the hidden states. The heads read them when the next tree is drafted."""
         device = self.heads.device
         new = Settled(hidden.to(device), next_tokens.to(device), positions.to(device), list(counts))
-        roots = new.at_last(new.next_tokens)  # [B]
-        if min(counts) == 0 and self.roots is not None:  # a row with nothing new keeps its root
-            roots = torch.where(torch.tensor(counts, device=device) > 0, roots, self.roots)
-        self.roots = roots
+        roots, last = new.at_last(new.next_tokens), new.at_last(new.positions)  # [B] each
+        if min(counts) == 0 and self.roots is not None and self.last is not None:  # a row with nothing new keeps both
+            is_new = torch.tensor(counts, device=device) > 0
+            roots, last = torch.where(is_new, roots, self.roots), torch.where(is_new, last, self.last)
+        self.roots, self.last = roots, last
         self._waiting.append(new)
         if len(self._waiting) > MOST_WAITING:
             self._catch_up()

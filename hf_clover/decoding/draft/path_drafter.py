@@ -8,7 +8,7 @@ and to its own ancestors. The heads must have `encode`, `recycled`, `advance`, `
 Shapes: B batch, d hidden size, W beams of a level, n nodes drafted so far, C cache columns.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from ..cache.by_row import TreeCache
 from ..target.masks import additive, visible_columns
 from ..tree import Tree
-from .drafter import CloverDrafter, Settled, given, grow_in_shape
+from .drafter import CloverDrafter, given, grow_in_shape
 from .foresight import Foresight
 
 
@@ -26,24 +26,6 @@ class PathDrafter(CloverDrafter):
 
     heads: Any  # heads with these methods
     cache: TreeCache
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.last: torch.Tensor | None = None  # [B] the position of the last settled token's hidden state
-
-    def extend(
-        self, hidden: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, counts: Sequence[int]
-    ) -> None:
-        last = Settled(hidden, next_tokens, positions, list(counts)).at_last(positions).to(self.heads.device)
-        if min(counts) == 0 and self.last is not None:
-            last = torch.where(torch.tensor(counts, device=last.device) > 0, last, self.last)
-        self.last = last
-        super().extend(hidden, next_tokens, positions, counts)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        super().keep_rows(rows)
-        if self.last is not None:
-            self.last = self.last[torch.tensor(rows, device=self.last.device)]
 
     def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
         settled = list(self.cache.lengths)
