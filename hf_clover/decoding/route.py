@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
+from ..targets.made_up import made_up_llama
 from ..targets.private_api import attention_of, cache_name, makes_inputs_itself
 from .call import Text
 from .target.attention import shared_heads
@@ -30,7 +31,6 @@ from .target.trial import (
     NotANumberError,
     chain_error,
     left_as_it_was,
-    made_up_llama,
     own_inputs,
     precision_of,
     rounding_tolerance,

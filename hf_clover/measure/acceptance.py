@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..decoding.draft.copies import TextMemory
-from ..decoding.target.trial import made_up_bloom, made_up_llama
 from ..network.modeling_clover import CloverHeads
 from ..network.modeling_heads import DraftHeads
 from ..targets.hidden_states import capture_states
+from ..targets.made_up import made_up_bloom, made_up_llama
 
 NEW_TOKENS = 48
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [0, 0, 9, 8, 7, 6, 5]]  # the second is padded
