@@ -6,7 +6,7 @@ this dictionary and draws it. No file is read or written here.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 KINDS = (
@@ -20,6 +20,8 @@ _SETTING = ("batch_size", "temperature", "cache")
 PACKED = ", packed"  # ends the name of a method with packed weights
 _SPEED, _SPEEDUP = "tokens per second", "times plain generate"
 _PER_FORWARD, _EFFICIENCY = "tokens per forward", "speedup / tokens per forward"
+_AS_PLAIN = {"y": 1.0, "label": "plain generate"}
+_FREE_DRAFTS = {"y": 1.0, "label": "drafts cost nothing"}
 
 
 def figure_of(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +75,17 @@ def compared(rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[
     return found
 
 
+def with_categories(
+    rows: Iterable[Mapping[str, Any]],
+) -> Iterator[tuple[dict[str, Any], str, list[Mapping[str, Any]]]]:
+    """Each setting and baseline for which questions have categories, and the rows that are compared there."""
+    for setting, several in by_setting(rows):
+        for baseline, alike in compared(several):
+            drafted = [row for row in alike if row.get("categories") and not is_plain(row)]
+            if drafted:
+                yield setting, baseline, drafted
+
+
 def is_plain(row: Mapping[str, Any]) -> bool:
     return row["method"] in ("plain", f"plain{PACKED}")
 
@@ -118,19 +131,19 @@ def said_of(setting: Mapping[str, Any]) -> str:
     return ", ".join(said[name](value) for name, value in setting.items())
 
 
-def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _by_category(rows: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Speedup and tokens per forward at each setting, if questions have categories: of all questions, then of each
     category."""
     panels: list[dict[str, Any]] = []
-    settings = by_setting(rows)
-    for setting, baseline, several in [(setting, *of) for setting, its in settings for of in compared(its)]:
-        several = [row for row in several if row.get("categories") and not is_plain(row)]
-        if not several:
-            continue
+    has_several_settings = len(by_setting(rows)) > 1
+    for setting, baseline, several in with_categories(rows):
         names = {name: f"{name} ({one['questions']})" for name, one in several[0]["categories"].items()}
-        series = {}
-        for name in ("speedup", "tokens_per_forward"):
-            series[name] = [
+        where = f", {said_of(setting)}" if has_several_settings else ""
+        speedup = {"title": f"Speedup by category{where}", "ylabel": f"times {baseline}"}
+        length = {"title": f"Tokens per forward by category{where}", "ylabel": _PER_FORWARD}
+        of_speedup = {**speedup, "reference": {"y": 1.0, "label": baseline}}
+        for name, panel in (("speedup", of_speedup), ("tokens_per_forward", length)):
+            series = [
                 _series(
                     [row, *(row["categories"][category] for category in names)],
                     label_of(row, several),
@@ -139,12 +152,7 @@ def _by_category(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 )
                 for row in several
             ]
-        where = f", {said_of(setting)}" if len(settings) > 1 else ""
-        reference = {"y": 1.0, "label": baseline}
-        unit = f"times {baseline}"
-        one = {"kind": "dots", "title": f"Speedup by category{where}", "ylabel": unit, "reference": reference}
-        other = {"kind": "dots", "title": f"Tokens per forward by category{where}", "ylabel": _PER_FORWARD}
-        panels += [{**one, "series": series["speedup"]}, {**other, "series": series["tokens_per_forward"]}]
+            panels.append({"kind": "dots", **panel, "series": series})
     return panels
 
 
@@ -195,9 +203,9 @@ def _bars(rows: list[Mapping[str, Any]], labels: list[str]) -> list[dict[str, An
 
     over_plain = compared(rows)[0][1]
     panels = [
-        panel("Speedup", _SPEEDUP, "speedup", over_plain, reference={"y": 1.0, "label": "plain generate"}),
+        panel("Speedup", _SPEEDUP, "speedup", over_plain, reference=_AS_PLAIN),
         panel("Tokens per forward of the target", _PER_FORWARD, "tokens_per_forward"),
-        panel("Efficiency", _EFFICIENCY, "efficiency", reference={"y": 1.0, "label": "drafts cost nothing"}),
+        panel("Efficiency", _EFFICIENCY, "efficiency", reference=_FREE_DRAFTS),
     ]
     parts = [part for part in ("verify", "draft", "walk", "other") if any(row.get("seconds") for row in rows)]
     if parts:
@@ -245,15 +253,9 @@ def _sweep(rows: list[Mapping[str, Any]], labels: list[str], swept: str) -> list
     drafted = list(dict.fromkeys(label for row, label in zip(rows, labels) if not is_plain(row))) or every
     return [
         panel("Speed", _SPEED, "tokens_per_second", every),
-        panel("Speedup", _SPEEDUP, "speedup", others, reference={"y": 1.0, "label": "plain generate"}),
+        panel("Speedup", _SPEEDUP, "speedup", others, reference=_AS_PLAIN),
         panel("Tokens per forward of the target", _PER_FORWARD, "tokens_per_forward", others),
-        panel(
-            "Efficiency",
-            _EFFICIENCY,
-            "efficiency",
-            drafted,
-            reference={"y": 1.0, "label": "drafts cost nothing"},
-        ),
+        panel("Efficiency", _EFFICIENCY, "efficiency", drafted, reference=_FREE_DRAFTS),
     ]
 
 
@@ -284,19 +286,19 @@ def _of_training(log: list[Mapping[str, Any]]) -> dict[str, Any]:
         )
     mode, where = ("eval_", "held-out text") if len(_logged(log, "eval_head_0/top1")) > 1 else ("", "training text")
     heads: list[dict[str, Any]] = []
-    losses = []
     while _logged(log, f"{mode}head_{len(heads)}/top1"):
         name = f"{mode}head_{len(heads)}/top1"
         heads.append(_curve(log, name, f"head {len(heads)}"))
-    for name, label, dashed in (("loss", "training", False), ("eval_loss", "held-out", True)):
-        if _logged(log, name):
-            losses.append({**_curve(log, name, label), "dashed": dashed})
-    lines = [
+
+    def curves(*named: tuple[str, str, bool]) -> list[dict[str, Any]]:
+        return [{**_curve(log, name, label), "dashed": dash} for name, label, dash in named if _logged(log, name)]
+
+    losses = curves(("loss", "training", False), ("eval_loss", "held-out", True))
+    lengths = curves(
         (f"{mode}acceptance_length/top1", "implied, chain", True),
         (f"{mode}acceptance_length/top5", "implied, five children each", True),
         ("eval_tokens_per_forward", "measured", False),
-    ]
-    lengths = [{**_curve(log, name, label), "dashed": dash} for name, label, dash in lines if _logged(log, name)]
+    )
     step = "training step"
     panels: list[dict[str, Any]] = [
         {"title": "Loss", "ylabel": "loss", "series": losses},
@@ -305,8 +307,7 @@ def _of_training(log: list[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     if _logged(log, "eval_speedup"):
         series = [_curve(log, "eval_speedup", "measured")]
-        reference = {"y": 1.0, "label": "plain generate"}
-        panels.append({"title": "Speedup", "ylabel": _SPEEDUP, "series": series, "reference": reference})
+        panels.append({"title": "Speedup", "ylabel": _SPEEDUP, "series": series, "reference": _AS_PLAIN})
     panels = [{"kind": "lines", "xlabel": step, **panel} for panel in panels if panel["series"]]
     return {"title": "Training of Clover heads", "note": "from trainer_state.json", "panels": panels}
 
@@ -343,18 +344,13 @@ def _of_learning(record: list[Mapping[str, float]]) -> dict[str, Any]:
         note = f"the mean of {beside} measurements, with the lowest and the highest of them"
     seconds = [entry["seconds"] for entry in record]
     unit, size = next((name, size) for name, size in _UNITS if seconds[-1] >= 2 * size or size == 1.0)
-    along = {
-        "tokens": [entry["tokens"] for entry in record],
-        unit: [second / size for second in seconds],
-    }
-    reference = {"y": 1.0, "label": "plain generate"}
-    same = {"kind": "lines", "ylabel": _PER_FORWARD, "reference": reference}
-    titles = ("By tokens learned from", "By time in use")
-    panels = [
-        {**same, "title": title, "xlabel": name, "series": [{**series, "x": x}]}
-        for title, (name, x) in zip(titles, along.items(), strict=True)
-    ]
+    along = (
+        ("By tokens learned from", "tokens", [entry["tokens"] for entry in record]),
+        ("By time in use", unit, [second / size for second in seconds]),
+    )
+    same = {"kind": "lines", "ylabel": _PER_FORWARD, "reference": _AS_PLAIN}
+    panels = [{**same, "title": title, "xlabel": name, "series": [{**series, "x": x}]} for title, name, x in along]
     return {"title": "Heads that learn while they are used", "note": f"{note}; from learning.json", "panels": panels}
 
 
-__all__ = ["KINDS", "PACKED", "by_setting", "compared", "figure_of", "is_plain", "label_of", "said_of"]
+__all__ = ["KINDS", "PACKED", "compared", "figure_of", "is_plain", "label_of", "said_of", "with_categories"]

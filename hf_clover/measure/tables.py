@@ -11,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from .figures import by_setting, compared, is_plain, label_of, said_of
+from .figures import compared, is_plain, label_of, said_of, with_categories
 
 _SETTINGS = {"nodes": "nodes", "tree": "tree", "batch_size": "batch", "temperature": "temperature", "cache": "cache"}
 _PARTS = ("draft", "verify", "walk", "other")
@@ -23,10 +23,14 @@ def tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
         yield _table_of(rows, f"{setting_of(result)}; speedup over {baseline}")
 
 
+def _empty_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+
+
 def _table_of(rows: list[Mapping[str, Any]], title: str) -> Table:
     """One row per method; only settings that vary have a column."""
     varying = [name for name in _SETTINGS if len({row[name] for row in rows}) > 1]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = _empty_table(title)
     table.add_column("method", no_wrap=True)
     for name in varying:
         table.add_column(_SETTINGS[name], justify="right")
@@ -70,12 +74,9 @@ def _figures(row: Mapping[str, Any]) -> list[str]:
 
 def category_tables_of(result: Mapping[str, Any]) -> Iterator[Table]:
     """One table for each setting and baseline: a row per category, a column per method."""
-    for setting, baseline, rows in [(of, *its) for of, all_ in by_setting(result["rows"]) for its in compared(all_)]:
-        rows = [row for row in rows if row.get("categories") and not is_plain(row)]
-        if not rows:
-            continue
+    for setting, baseline, rows in with_categories(result["rows"]):
         title = f"By category: speedup over {baseline} and tokens per forward, {said_of(setting)}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = _empty_table(title)
         table.add_column("category", no_wrap=True)
         table.add_column("ques-\ntions", justify="right")
         for row in rows:
