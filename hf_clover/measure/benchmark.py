@@ -19,7 +19,6 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,7 @@ def measure(
                             of_turn[baseline(place) if methods[place].options else 0],
                         ):
                             if (place, row) not in parted:
-                                lead = _number(margin) if temperature == 0 else None  # sampling shows no preference
+                                lead = finite(margin) if temperature == 0 else None  # sampling shows no preference
                                 where: dict[str, Any] = {"prompt": group[row], "position": position, "margin": lead}
                                 if isinstance(question := questions[row], Question):
                                     where |= {"turn": turn + 1, "question": question.id, "category": category}
@@ -241,8 +240,10 @@ def _differences(target: PreTrainedModel, run: Run, plain_run: Run) -> Iterator[
         yield row, place, margin
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    """`value` if it is finite, else None: JSON cannot hold NaN, nor the infinite margin of a token that a processor
+    forbids."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 # ---------------------------------------------------------------------- all settings
@@ -280,6 +281,11 @@ def benchmark(
         "is_whole": False,
     }
     rows: list[dict[str, Any]] = []
+
+    def report_with(new: list[dict[str, Any]]) -> None:
+        if report is not None:
+            report({**result, "rows": rows + new})
+
     for cache, temperature, size in product(cache_implementations, temperatures, batch_sizes):
         rows += measure(
             target,
@@ -293,15 +299,9 @@ def benchmark(
             repeats=repeats,
             seed=seed,
             progress=progress,
-            report=None if report is None else partial(_report_on, report, result, list(rows)),
+            report=None if report is None else report_with,
         )
     return {**result, "is_whole": True, "rows": rows}
-
-
-def _report_on(
-    report: Callable[[dict[str, Any]], None], result: dict[str, Any], before: list[dict], rows: list[dict]
-) -> None:
-    report({**result, "rows": before + rows})
 
 
 def write(result: dict[str, Any], path: str | os.PathLike) -> Path:

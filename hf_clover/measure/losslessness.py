@@ -15,7 +15,6 @@ computes something else over several tokens. The rounding is at least the precis
 """
 
 import inspect
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,8 +37,8 @@ from ..decoding.target.trial import precision_of, rounding_tolerance
 from ..network.modeling_heads import DraftHeads
 from ..targets.private_api import cache_name
 from .acceptance import right_by_place
-from .benchmark import batch_of, circumstances
-from .methods import Method, first_difference, with_heads
+from .benchmark import batch_of, circumstances, finite
+from .methods import first_difference, with_heads
 from .prompts import pad_id_of
 
 IDENTICAL, NUMERICS, BUG = "identical", "numerics", "BUG"
@@ -141,8 +140,9 @@ def verify(
         for method in tqdm(methods, f"heads, {label}", disable=not progress):
             found, records = [], []
             for first, batch, expected in zip(range(0, len(prompts), size), batches, plain):
-                sequences, record = _with_heads(target, method, batch, options)
-                records.append(record)
+                with method.applied() as own, speculations() as made:
+                    sequences = target.generate(**batch, **options, **own)  # type: ignore[operator]
+                records.append(made[0])
                 found += explain(target, batch, expected, sequences, options, first)
             setting = {"batch_size": size, "nodes": method.nodes, "tree": method.tree, "cache": cache}
             rows.append({**setting, **_summary(found, records, len(prompts))})
@@ -157,14 +157,6 @@ def verify(
 
 def worst(verdicts: Iterable[str]) -> str:
     return max(verdicts, key=(IDENTICAL, NUMERICS, BUG).index, default=IDENTICAL)
-
-
-def _with_heads(
-    target: PreTrainedModel, method: Method, batch: dict[str, torch.Tensor], options: dict[str, Any]
-) -> tuple[torch.Tensor, Speculation]:
-    with method.applied() as own, speculations() as records:
-        sequences = target.generate(**batch, **options, **own)  # type: ignore[operator]
-    return sequences, records[0]
 
 
 def _answered(
@@ -265,7 +257,7 @@ def explain(
             elif scores[its] == best:  # otherwise its text had ended, and this is padding
                 margin, top_two = best - float(scores[mine]), best - second
                 verdict = NUMERICS if margin <= rounding else BUG
-        figures: dict[str, Any] = {"margin": _finite(margin), "top_two": _finite(top_two), "rounding": rounding}
+        figures: dict[str, Any] = {"margin": finite(margin), "top_two": finite(top_two), "rounding": rounding}
         differences.append(Difference(first_prompt + row, place - start, its, mine, **figures, verdict=verdict))
     return differences
 
@@ -284,12 +276,6 @@ def _of_one_length(texts: Sequence[torch.Tensor], pad: int) -> list[torch.Tensor
     batch."""
     length = max(text.shape[1] for text in texts)
     return [torch.nn.functional.pad(text, (0, length - text.shape[1]), value=pad) for text in texts]
-
-
-def _finite(value: float | None) -> float | None:
-    """`value` if it is finite, else None: a token that a processor forbids has an infinite margin, which JSON cannot
-    hold."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 @torch.no_grad()
