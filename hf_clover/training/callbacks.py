@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -178,20 +177,29 @@ class AcceptanceCallback(TrainerCallback):
         trainer, heads = self.trainer, self.trainer.heads
         was_training = trainer.model.training
         trainer.model.eval()
-        total, samples = _Generation(), []
         try:
             self._generate(self.prompts[0], None, max_new_tokens=8)  # the device's one-time work is not timed
             self._generate(self.prompts[0], heads, max_new_tokens=8)
+            plain, drafted = [], []
             for prompt in self.prompts:
-                plain = self._generate(prompt, None, self.max_new_tokens)
-                drafted = self._generate(prompt, heads, self.max_new_tokens)
-                total.add(plain, drafted)
-                samples.append((prompt, drafted["steps"]))
+                plain.append(self._generate(prompt, None, self.max_new_tokens))
+                drafted.append(self._generate(prompt, heads, self.max_new_tokens))
         finally:
             trainer.model.train(was_training)
-        return total.metrics(), self._marked(*samples[0])
+        tokens = sum(len(record.tokens) for record, _ in drafted)
+        tokens_per_forward = tokens / max(sum(forwards for _, forwards in drafted), 1)
+        # The two runs of a prompt may differ by a token, so tokens per second are compared.
+        plain_speed = sum(len(record.tokens) for record, _ in plain) / sum(record.seconds for record, _ in plain)
+        speedup = tokens / sum(record.seconds for record, _ in drafted) / max(plain_speed, 1e-9)
+        metrics = {
+            "tokens_per_forward": tokens_per_forward,
+            "speedup": speedup,
+            "efficiency": speedup / max(tokens_per_forward, 1e-9),
+        }
+        return metrics, self._marked(self.prompts[0], drafted[0][0].steps)
 
-    def _generate(self, prompt: list[int], heads: Any, max_new_tokens: int) -> dict[str, Any]:
+    def _generate(self, prompt: list[int], heads: Any, max_new_tokens: int) -> tuple[StepRecord, int]:
+        """The text, and the number of the target's forwards if heads drafted it."""
         target = unwrap(self.trainer.teacher.model).eval()
         input_ids = torch.tensor([prompt], device=self.trainer.accelerator.device)
         # The automatic number of nodes depends on the machine's speed; this figure must depend only on the heads.
@@ -207,7 +215,7 @@ class AcceptanceCallback(TrainerCallback):
             **({} if nodes is None else {"num_assistant_tokens": nodes}),
             pad_token_id=self.trainer.processing_class.pad_token_id,
         )
-        return {"out": out, "seconds": record.seconds, "new_tokens": len(record.tokens), "steps": record.steps}
+        return record, 0 if heads is None else out.speculation.target_forwards
 
     def _marked(self, prompt: list[int], steps: list[list[int]]) -> str:
         """The sample's text with accepted tokens in brackets: in each step, all tokens but the last were drafted, and
@@ -222,34 +230,6 @@ class AcceptanceCallback(TrainerCallback):
                     ids += part
                     text += before + decode(ids)[len(known) :] + after
         return text
-
-
-@dataclass
-class _Generation:
-    """Sums over the prompts. The speedup compares tokens per second, since the two runs of a prompt may differ by a
-    token."""
-
-    plain_seconds: float = 0.0
-    plain_tokens: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    forwards: int = 0
-
-    def add(self, plain: dict[str, Any], drafted: dict[str, Any]) -> None:
-        self.plain_seconds += plain["seconds"]
-        self.plain_tokens += plain["new_tokens"]
-        self.seconds += drafted["seconds"]
-        self.tokens += drafted["new_tokens"]
-        self.forwards += drafted["out"].speculation.target_forwards
-
-    def metrics(self) -> dict[str, float]:
-        tokens_per_forward = self.tokens / max(self.forwards, 1)
-        speedup = (self.tokens / self.seconds) / max(self.plain_tokens / self.plain_seconds, 1e-9)
-        return {
-            "tokens_per_forward": tokens_per_forward,
-            "speedup": speedup,
-            "efficiency": speedup / max(tokens_per_forward, 1e-9),
-        }
 
 
 class KeepSpecialTokens(TrainerCallback):
