@@ -3,7 +3,7 @@
 Contract: `precompute_targets` gives a tokenised dataset the column `hidden_states`: per sample the bytes of the states
 [T, d] before the target's final norm, in bfloat16. Training from them equals online training, except for that
 rounding. The states are in `folder` as shards, each a `datasets` folder, written by all processes. An interrupted pass
-continues after its last finished shard. For this module, a target is an object that turns a batch into states.
+continues after its last finished shard.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from .storage import claim
-from .teacher import to_device
+from .teacher import Teacher, to_device
 
 logger = logging.get_logger(__name__)
 
@@ -31,20 +31,8 @@ SHARD_BYTES = 256 << 20
 COLUMN = "hidden_states"
 
 
-class Target(Protocol):
-    """The methods of a target that this module calls; `teacher.Teacher` has them."""
-
-    heads: Any
-
-    @property
-    def state_size(self) -> int:
-        """Number of numbers that are kept per token."""
-
-    def hidden_states(self, inputs: dict[str, Any]) -> torch.Tensor: ...
-
-
 def precompute_targets(
-    target: Target,
+    target: Teacher,
     dataset: Dataset,
     collator: Any,
     folder: str | os.PathLike,
@@ -125,7 +113,7 @@ def precompute_targets(
     return concatenate_datasets([dataset, states], axis=1)
 
 
-def _states_of(target: Target, samples: list[dict[str, Any]], collator: Any) -> list[bytes]:
+def _states_of(target: Teacher, samples: list[dict[str, Any]], collator: Any) -> list[bytes]:
     batch = to_device(collator(samples), target.heads.device)
     states = target.hidden_states(batch).to(torch.bfloat16).cpu()  # [B, T, d], or [1, sum of T, d] without padding
     lengths = [len(sample["input_ids"]) for sample in samples]
@@ -143,7 +131,7 @@ class TargetStatesCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collator(examples)
         if COLUMN in examples[0]:
-            states = [self._read(example[COLUMN]) for example in examples]  # [T, d] each
+            states = [_numbers(example[COLUMN]).view(-1, self.hidden_size) for example in examples]  # [T, d] each
             if "attention_mask" not in batch:
                 states = [torch.cat(states)]
             padded = pad_sequence(states, batch_first=True)  # [B, T, d]
@@ -151,9 +139,9 @@ class TargetStatesCollator:
             batch[COLUMN] = torch.nn.functional.pad(padded, (0, 0, 0, missing))
         return batch
 
-    def _read(self, data: bytes) -> torch.Tensor:
-        numbers = torch.from_numpy(np.frombuffer(data, dtype=np.uint16).copy())
-        return numbers.view(torch.bfloat16).view(-1, self.hidden_size)  # [T, d]
+
+def _numbers(stored: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(stored, dtype=np.uint16).copy()).view(torch.bfloat16)
 
 
 # ------------------------------------------------------------------------------------------------ the folder
@@ -181,7 +169,7 @@ def _write_shard(rows: list[bytes], path: Path) -> None:
     unfinished.rename(path)  # so a shard that exists is complete
 
 
-def _identity(dataset: Dataset, target: Target) -> dict[str, Any]:
+def _identity(dataset: Dataset, target: Teacher) -> dict[str, Any]:
     digest = hashlib.sha256()
     for ids in dataset["input_ids"]:
         digest.update(np.asarray(ids, dtype=np.int64).tobytes() + b"|")
@@ -212,14 +200,11 @@ def _in_gib(size: int) -> str:
     return f"{size / (1 << 30):.3g} GiB"
 
 
-def _check_same_target(target: Target, dataset: Dataset, collator: Any, shard: Dataset, first: int) -> None:
+def _check_same_target(target: Teacher, dataset: Dataset, collator: Any, shard: Dataset, first: int) -> None:
     """Raise if a stored shard is from another target. The fingerprint of lm_head does not tell a fine-tuned target
     from its base, so the states of one sample are compared."""
     (fresh,) = _states_of(target, [dataset[first]], collator)
-    old, new = (
-        torch.from_numpy(np.frombuffer(data, dtype=np.uint16).copy()).view(torch.bfloat16).float()
-        for data in (shard[0][COLUMN], fresh)
-    )
+    old, new = (_numbers(stored).float() for stored in (shard[0][COLUMN], fresh))
     difference = ((old - new).norm() / new.norm().clamp(min=1e-12)).item()
     if difference > 0.1:
         raise ValueError(
