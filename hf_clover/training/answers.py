@@ -136,11 +136,9 @@ class TargetAnswers:
         if answers is not None:
             yield from zip(places, answers, strict=True)
             return
-        for half in (
-            places[: len(places) // 2],
-            places[len(places) // 2 :],
-        ):  # either one prompt cannot be answered, or they are too many at once
-            yield from self._answers(half, ids)
+        half = len(places) // 2  # either one prompt cannot be answered, or they are too many at once
+        yield from self._answers(places[:half], ids)
+        yield from self._answers(places[half:], ids)
 
     @torch.no_grad()
     def _answer(self, ids: list[list[int]]) -> list[str]:
