@@ -517,8 +517,10 @@ class OnlineLearner:
             place.parent.mkdir(exist_ok=True)
             file.replace(place)
         shutil.rmtree(beside)
+        numbers: dict[str, Any] = {"steps": self.steps, "tokens": self.tokens, "averaged": self._averaged}
+        numbers |= {"seconds": self._seconds_open, "pace": asdict(self.pace)}
         with writing_whole(self.folder / LEARNER) as unfinished:
-            save_file(self._tensors(), unfinished, metadata={"learner": json.dumps(self._numbers())})
+            save_file(self._tensors(), unfinished, metadata={"learner": json.dumps(numbers)})
         with writing_whole(self.folder / RECORD) as unfinished:
             unfinished.write_text(json.dumps({"kind": "online learning", "record": self.record}, indent=1) + "\n")
         settings = {"learned": "while it was used", "share": self.share, "tokens_per_step": TOKENS}
@@ -533,10 +535,6 @@ class OnlineLearner:
         tensors |= {f"optimizer.{name}": value for name, value in _optimizer_state(self.optimizer)}
         tensors |= {"counts": self._counts, "known": self._is_known}
         return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-    def _numbers(self) -> dict[str, Any]:
-        numbers = {"steps": self.steps, "tokens": self.tokens, "averaged": self._averaged}
-        return {**numbers, "seconds": self._seconds_open, "pace": asdict(self.pace)}
 
 
 # ---------------------------------------------------------------------- parts
