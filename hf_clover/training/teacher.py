@@ -103,10 +103,6 @@ class Teacher:
         has_all = self.heads.config.draft_vocab_size is None
         return None if has_all else torch.isin(input_ids, self.heads.draft_ids)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.heads.config.vocab_size
-
     @torch.no_grad()
     def hidden_states(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """A batch of the collator -> the hidden states before the final norm [B, T, d]. If the heads read other
@@ -198,7 +194,8 @@ class Teacher:
 
     def check_keeps_documents_apart(self, collator: Any, device: torch.device) -> None:
         """Raise if a packed document sees the one before it: run two packed documents, and the second one alone."""
-        first, second = ([1 + i % (self.vocab_size - 1) for i in ids] for ids in (range(7), range(7, 15)))
+        most = self.heads.config.vocab_size
+        first, second = ([1 + i % (most - 1) for i in ids] for ids in (range(7), range(7, 15)))
         examples = [{"input_ids": first, "labels": first}, {"input_ids": second, "labels": second}]
         packed, alone = (
             self.hidden_states(to_device(collator(batch), device))[0, -len(second) :].float()
