@@ -15,11 +15,12 @@ import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..decoding.entry import refuse_encoder_decoders, refuse_what_cannot_work
 from .answering import Ended, Failed, Job, Line
-from .asked import CHAT, COMPLETIONS, MOST_BYTES, RESPONSES, Refused, Rules
+from .asked import MOST_BYTES, Refused, Rules
 from .preparing import Preparer
 from .wire import SHAPES, error_body
 
@@ -78,7 +79,7 @@ def make_app(
     refuse_encoder_decoders(target)
     refuse_what_cannot_work(target.generation_config)
     from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse, Response
+    from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
 
     config = target.config.get_text_config(decoder=True)
@@ -99,18 +100,8 @@ def make_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     started = int(time.time())
-
-    @app.post(CHAT)
-    async def chat(request: Request) -> Response:
-        return await office.answer(request, CHAT)
-
-    @app.post(COMPLETIONS)
-    async def completions(request: Request) -> Response:
-        return await office.answer(request, COMPLETIONS)
-
-    @app.post(RESPONSES)
-    async def responses(request: Request) -> Response:
-        return await office.answer(request, RESPONSES)
+    for route in SHAPES:
+        app.add_route(route, partial(office.answer, route=route), methods=["POST"])
 
     @app.get("/v1/models")
     async def models() -> JSONResponse:
