@@ -38,16 +38,11 @@ def heads_from_reference_checkpoint(
     written = json.loads((folder / "config.json").read_text())
     if "clover" not in written:
         raise ValueError(f'`{folder}` is no reference checkpoint: its config.json has no "clover" section.')
-    state, ignored, tensors = {}, [], _read_tensors(folder, allow_pickle)
-    for name, tensor in tensors.items():
-        new_name = _translate(name)
-        if new_name is None:
-            ignored.append(name)
-        else:
-            state[new_name] = tensor
-    unknown = sorted(set(ignored) - set(_COPIES_OF_THE_TARGET))
+    tensors = _read_tensors(folder, allow_pickle)
+    unknown = sorted(name for name in tensors.keys() - set(_COPIES_OF_THE_TARGET) if _translate(name) is None)
     if unknown:
         raise ValueError(f"`{folder}` holds tensors that the reference does not have: {unknown[:5]}.")
+    state = {ours: tensor for name, tensor in tensors.items() if (ours := _translate(name)) is not None}
     hidden_size, heads_count = written["hidden_size"], written["num_attention_heads"]
     identity, made_for = identity_of(model), written.get("_name_or_path")
     if "lm_head.weight" in tensors:  # the checkpoint itself identifies its target
