@@ -8,6 +8,7 @@ so that the result can be generated. This module knows no model and no server, a
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -330,26 +331,25 @@ def _biases(biases: dict[str, Any], rules: Rules) -> list[Any]:
     return [[[int(token)], float(bias)] for token, bias in biases.items()]
 
 
-_CUTOFF, _ONE_ROW = _number(0, 0.999), _only((1,), "a request is one row (at most 1); send it several times")
+_FORBIDDING = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
 SETTINGS: dict[str, Check] = {  # the fields of `generation_config` that clients may set
     **dict.fromkeys(("do_sample", "renormalize_logits", "remove_invalid_values"), _BOOLEAN),
     "temperature": _number(0.01, 100),
     "top_k": _integer(0, 2**31 - 1),
     **dict.fromkeys(("top_p", "min_p"), _number(0, 1)),
     "typical_p": _number(0.001, 1),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _CUTOFF),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), _number(0, 0.999)),
     "repetition_penalty": _number(0.1, 10),
     "no_repeat_ngram_size": _integer(0, 2**31 - 1),
     "max_new_tokens": _MORE_TOKENS,
     "min_new_tokens": _integer(0, 2**31 - 1),
     "max_time": _number(0.001, 1e6),
     "stop_strings": _stop,
-    **dict.fromkeys(("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"), _anything),
-    "num_return_sequences": _ONE_ROW,
+    **dict.fromkeys(_FORBIDDING, _anything),
+    "num_return_sequences": _only((1,), "a request is one row (at most 1); send it several times"),
     "num_beams": _only((1,), "drafts go with greedy decoding and sampling; `num_beams` is at most 1"),
     "use_cache": _only((True,), "drafts need the cache"),
 }
-_FORBIDDING = ("eos_token_id", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
 
 
 def _generation_config(given: Any, rules: Rules) -> dict[str, Any]:
@@ -455,10 +455,8 @@ def _tool_call(path: str, call: Any) -> dict[str, Any]:
         raise _wrong(at, "an object with a `name`", function)
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):  # what stays a text is refused below
             arguments = json.loads(arguments or "{}", parse_constant=_no_number)
-        except (ValueError, RecursionError):
-            raise _wrong(f"{at}.arguments", "an object, or such an object as JSON in a text", arguments) from None
     if not isinstance(arguments, dict):
         raise _wrong(f"{at}.arguments", "an object, or such an object as JSON in a text", arguments)
     function = {**function, "arguments": arguments}
