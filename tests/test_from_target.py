@@ -2,9 +2,12 @@
 
 import logging
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.quantised import Float8, FourBit, quantise
+from helpers.tiny_llama import SIZES, stir, tiny_llama
 from helpers.zoo import ZOO, build
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -62,36 +65,36 @@ def random_ids(*shape: int) -> torch.Tensor:
 
 
 def make_llama(**fields) -> LlamaForCausalLM:
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2)
-    config = LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **fields})
-    return stir(LlamaForCausalLM(config)).eval()
+    return tiny_llama(vocab_size=VOCABULARY, **fields)
 
 
-@torch.no_grad()
-def stir(model: nn.Module, noise: float = 0.2) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.add_(noise * torch.randn_like(parameter))
-    return model
+def said(log, words: str = "") -> list[str]:
+    return [record.getMessage() for record in log.records if words in record.getMessage()]
 
 
 # ---------------------------------------------------------------------- what is borrowed
+
+
+def check_the_logits(model: nn.Module, heads: CloverHeads, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is borrowed gives the target's own logits from captured states -> normed states and logits."""
+    captured = []
+    with torch.no_grad(), capture_states(unwrap(model), captured):
+        logits = model(input_ids=ids).logits
+    assert len(captured) == 1
+    normed = heads.borrowed.norm(captured[0])
+    torch.testing.assert_close(heads.score(normed), logits, atol=1e-5, rtol=1e-5)
+    return normed, logits
 
 
 @pytest.mark.parametrize("name", TREE_TARGETS)
 def test_borrowed_parts_give_the_targets_own_logits(name):
     """Final norm, lm_head, logit scale and soft cap, and the place where hidden states are taken from."""
     model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model)
-    captured = []
-    with torch.no_grad(), capture_states(model, captured):
-        logits = model(input_ids=random_ids(2, 9)).logits
-    assert len(captured) == 1
-    torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
-    plain = model.get_output_embeddings()(heads.borrowed.norm(captured[0]))
+    normed, logits = check_the_logits(model, CloverHeads.from_target(model), random_ids(2, 9))
     config = model.config
     has_scale = getattr(config, "logit_scale", 1.0) != 1.0 or getattr(config, "logits_scaling", 1.0) != 1.0
     has_cap = getattr(config, "final_logit_softcapping", None) is not None
-    assert torch.allclose(plain, logits, atol=1e-4) != (has_scale or has_cap)
+    assert torch.allclose(model.get_output_embeddings()(normed), logits, atol=1e-4) != (has_scale or has_cap)
     assert (has_scale or has_cap) == (name in ("granite", "gemma2"))
 
 
@@ -154,8 +157,7 @@ def test_heads_of_a_target_with_tied_embeddings_survive_saving(tmp_path):
 
 
 def test_heads_of_vision_language_targets_give_the_targets_logits():
-    text = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=2, head_dim=8)
-    text |= dict(num_attention_heads=4, num_key_value_heads=2)
+    text = dict(SIZES, vocab_size=VOCABULARY, head_dim=8)
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     vision |= dict(image_size=8, patch_size=4)
     gemma = Gemma3Config(
@@ -164,10 +166,7 @@ def test_heads_of_vision_language_targets_give_the_targets_logits():
     clip = {"model_type": "clip_vision_model", **vision}
     llava = LlavaConfig(text_config=LlamaConfig(**text), vision_config=clip, image_token_id=31)
     for target in (Gemma3ForConditionalGeneration(gemma).eval(), LlavaForConditionalGeneration(llava).eval()):
-        heads, captured = CloverHeads.from_target(target), []
-        with torch.no_grad(), capture_states(target, captured):
-            logits = target(input_ids=random_ids(1, 5) % 30).logits
-        torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
+        check_the_logits(target, CloverHeads.from_target(target), random_ids(1, 5) % 30)
 
 
 # ---------------------------------------------------------------------- what is copied
@@ -217,38 +216,6 @@ def check_the_copies(model: nn.Module, heads: CloverHeads, copied: tuple[str, ..
             assert (whole - seen.after).norm() < 1e-5 * (seen.after - seen.before).norm()
 
 
-@pytest.mark.parametrize("name", COPIED)
-def test_a_copied_half_of_a_layer_computes_what_the_targets_half_does(name, log):
-    model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model, "clover-2")
-    check_the_copies(model, heads, COPIED[name])
-    said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
-    fresh = {"attention", "MLP"} - set(COPIED[name])
-    assert len(said) == bool(fresh)
-    for half in fresh:
-        assert f"{half} (" in said[0]
-        assert type(model).__name__ in said[0]
-
-
-@pytest.mark.parametrize("name", [name for name in TREE_TARGETS if name not in COPIED])
-def test_a_layer_that_does_not_correspond_starts_fresh_and_is_named(name, log):
-    """Parallel blocks, MLA, sinks, other norms or rotary embeddings: a random start, and one line that says so."""
-    model = build(name, vocab_size=VOCABULARY)
-    heads = CloverHeads.from_target(model, "clover-2", num_augmenting_layers=2)
-    said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
-    assert len(said) == 1
-    assert "attention (" in said[0]
-    assert "MLP (" in said[0]
-    assert len(heads.layers) == 2
-    for layer in heads.layers:
-        for linear in layer.modules():
-            if isinstance(linear, nn.Linear):
-                assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
-        assert layer.input_layernorm.weight.eq(1).all()
-        assert layer.post_attention_layernorm.weight.eq(1).all()
-    check_that_the_final_norm_is_copied(model, heads)
-
-
 def check_that_the_final_norm_is_copied(model: nn.Module, heads: CloverHeads) -> None:
     """In scale: what is left out of a LayerNorm is its mean and its bias."""
     norm = find_decoder(model)[2]
@@ -260,12 +227,38 @@ def check_that_the_final_norm_is_copied(model: nn.Module, heads: CloverHeads) ->
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_the_final_norm_is_copied(name):
+def test_copied_halves_of_a_layer_and_the_final_norm_compute_what_the_targets_do(name, log):
     model = build(name, vocab_size=VOCABULARY)
-    check_that_the_final_norm_is_copied(model, CloverHeads.from_target(model, "clover-2"))
+    heads = CloverHeads.from_target(model, "clover-2")
+    check_the_copies(model, heads, COPIED[name])
+    check_that_the_final_norm_is_copied(model, heads)
+    fresh = {"attention", "MLP"} - set(COPIED[name])
+    lines = said(log, "starts fresh")
+    assert len(lines) == bool(fresh)
+    for half in fresh:
+        assert f"{half} (" in lines[0]
+        assert type(model).__name__ in lines[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in TREE_TARGETS if name not in COPIED])
+def test_a_layer_that_does_not_correspond_starts_fresh_and_is_named(name, log):
+    """Parallel blocks, MLA, sinks, other norms or rotary embeddings: a random start, and one line that says so."""
+    model = build(name, vocab_size=VOCABULARY)
+    heads = CloverHeads.from_target(model, "clover-2", num_augmenting_layers=2)
+    (line,) = said(log, "starts fresh")
+    assert "attention (" in line
+    assert "MLP (" in line
+    assert len(heads.layers) == 2
+    for layer in heads.layers:
+        for linear in layer.modules():
+            if isinstance(linear, nn.Linear):
+                assert linear.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        assert layer.input_layernorm.weight.eq(1).all()
+        assert layer.post_attention_layernorm.weight.eq(1).all()
+    check_that_the_final_norm_is_copied(model, heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "llama_bias", "llama_tied", "qwen2", "qwen3", "mistral", "smollm3"])
 def test_copied_weights_equal_those_of_the_last_layer(name, dtype):
     model = build(name, vocab_size=VOCABULARY, dtype=dtype)
@@ -358,16 +351,8 @@ def test_the_epsilon_of_the_norms_is_taken_from_the_target(eps):
 
 
 def test_norms_that_multiply_by_one_plus_their_weight_are_copied():
-    config = GemmaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    model = stir(GemmaForCausalLM(config)).eval()
+    sizes = dict(SIZES, hidden_size=64, num_key_value_heads=1, head_dim=8)
+    model = stir(GemmaForCausalLM(GemmaConfig(vocab_size=VOCABULARY, **sizes))).eval()
     heads = CloverHeads.from_target(model, "clover-2")
     check_the_copies(model, heads, ("attention", "MLP"))
     assert torch.equal(heads.norm.weight, 1 + model.model.norm.weight)
@@ -395,11 +380,10 @@ def test_the_scale_of_a_layer_norm_is_copied_despite_outliers_in_its_bias():
 def test_a_half_of_another_shape_starts_fresh_and_the_other_is_copied(name, fields, fresh, log):
     model = build(name, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model, "clover-2", **fields)
-    said = [record.getMessage() for record in log.records if "starts fresh" in record.getMessage()]
-    assert len(said) == 1
-    assert f"{fresh} (" in said[0]
+    (line,) = said(log, "starts fresh")
+    assert f"{fresh} (" in line
     other = "MLP" if fresh == "attention" else "attention"
-    assert f"{other} (" not in said[0]
+    assert f"{other} (" not in line
     check_the_copies(model, heads, (other,))
 
 
@@ -431,15 +415,12 @@ def test_a_target_in_training_mode_is_read_without_dropout_and_left_as_it_was():
 def test_a_target_whose_forward_fails_is_copied_unchecked(monkeypatch):
     model = make_llama()
 
-    def fail(*_, **__):
-        raise RuntimeError("more than tokens is wanted")
-
-    monkeypatch.setattr(model, "forward", fail)
+    monkeypatch.setattr(model, "forward", Mock(side_effect=RuntimeError("more than tokens is wanted")))
     heads = CloverHeads.from_target(model, "clover-2")
     assert torch.equal(heads.layers[-1].mlp.up_proj.weight, last_layer(model).mlp.up_proj.weight)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
-    monkeypatch.setattr(last_layer(model), "forward", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(last_layer(model), "forward", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr(model, "forward", type(model).forward.__get__(model))
     with pytest.raises(KeyboardInterrupt):
         CloverHeads.from_target(model)
@@ -449,43 +430,7 @@ def test_a_target_whose_forward_fails_is_copied_unchecked(monkeypatch):
 # ---------------------------------------------------------------------- wrapped and quantised targets
 
 
-class Quantised(nn.Module):
-    """Stands for a 4-bit linear layer: its numbers can be used but not read."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        scale = linear.weight.detach().abs().max() / 7
-        codes = (linear.weight.detach() / scale).round() + 8
-        self.weight = nn.Parameter(codes.to(torch.uint8), requires_grad=False)
-        self.scale, self.bias = scale, linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, (self.weight.to(x.dtype) - 8) * self.scale, self.bias)
-
-
-class Float8(nn.Linear):
-    """Stands for a float8 layer: a floating point weight that means nothing without its scale."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
-        scale = linear.weight.detach().abs().max() / 400
-        self.weight = nn.Parameter((linear.weight.detach() / scale).to(torch.float8_e4m3fn), requires_grad=False)
-        self.scale, self.bias = scale, linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
-
-
-def quantise(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear:
-                setattr(module, name, kind(child))
-    return model
-
-
-@pytest.mark.parametrize("kind", [Quantised, Float8])
+@pytest.mark.parametrize("kind", [FourBit, Float8])
 @pytest.mark.parametrize("name", ["llama", "llama_bias", "phi3", "qwen3"])
 def test_a_quantised_targets_last_layer_is_copied_by_what_it_computes(name, kind, log):
     """Its last layer is copied by what it does; its input embedding serves as E, said once."""
@@ -500,9 +445,8 @@ def test_a_quantised_targets_last_layer_is_copied_by_what_it_computes(name, kind
     assert heads(torch.randn(2, 6, 64), ids).head_outputs.isfinite().all()
     assert heads.config.target_fingerprint is None
     CloverHeads.from_target(model, "clover-2")
-    said = [record.getMessage() for record in log.records]
-    assert len(said) == 1
-    assert "input embedding serve as the heads' token embedding" in said[0]
+    (line,) = said(log)
+    assert "input embedding serve as the heads' token embedding" in line
 
 
 class Opaque(nn.Module):
@@ -510,10 +454,7 @@ class Opaque(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.run = linear.forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.run(x)
+        self.forward = linear.forward
 
 
 def test_an_opaque_lm_head_keeps_the_heads_usable(log):
@@ -535,9 +476,8 @@ def test_an_opaque_input_embedding_is_replaced_by_the_rows_of_the_lm_head(log):
     model.set_input_embeddings(Opaque(model.lm_head))
     heads = CloverHeads.from_target(model, "clover-x", embedding_scale=1.0)
     assert heads.borrowed.embedding is model.lm_head.weight
-    said = [record.getMessage() for record in log.records]
-    assert len(said) == 1
-    assert "target's input embedding cannot be read" in said[0]
+    (line,) = said(log)
+    assert "target's input embedding cannot be read" in line
 
 
 def test_a_target_without_any_readable_rows_is_refused():
@@ -565,7 +505,6 @@ def test_an_encoder_decoder_is_refused():
 
 @pytest.mark.parametrize("wraps_lm_head", [False, True])
 def test_an_adapter_of_the_target_is_in_logits_and_copied_layer(wraps_lm_head):
-    """The adapter belongs to the target: it is in the logits and in the copied layer."""
     model = build("llama", vocab_size=VOCABULARY)
     base_logits = model.lm_head(torch.eye(64))
     modules = ["q_proj", "down_proj", *(["lm_head"] if wraps_lm_head else [])]
@@ -574,10 +513,7 @@ def test_an_adapter_of_the_target_is_in_logits_and_copied_layer(wraps_lm_head):
     check_the_copies(wrapped, heads, ("attention", "MLP"))
     q_proj = last_layer(wrapped).self_attn.q_proj
     assert not torch.allclose(heads.layers[0].self_attn.q_proj.weight, q_proj.base_layer.weight, atol=1e-2)
-    captured = []
-    with torch.no_grad(), capture_states(unwrap(wrapped), captured):
-        logits = wrapped(input_ids=random_ids(1, 6)).logits
-    torch.testing.assert_close(heads.score(heads.borrowed.norm(captured[0])), logits, atol=1e-5, rtol=1e-5)
+    check_the_logits(wrapped, heads, random_ids(1, 6))
     assert torch.allclose(heads.score(torch.eye(64)), base_logits, atol=1e-4) != wraps_lm_head
     assert heads.bind(wrapped) is heads.bind(model)
 
@@ -595,11 +531,10 @@ def test_heads_bind_to_the_model_inside_a_wrapper():
 def test_heads_for_a_target_of_another_size_are_refused():
     heads = CloverHeads.from_target(make_llama())
     heads.config.target_name_or_path = "org/its-target"
-    for size in (dict(hidden_size=64), dict(vocab_size=48)):
-        field, value = next(iter(size.items()))
+    for field, value in (("hidden_size", 64), ("vocab_size", 48)):
         message = rf"their {field} is 32, that of `LlamaForCausalLM` is {value}. They belong to org/its-target"
         with pytest.raises(ValueError, match=message):
-            heads.bind(make_llama(**size))
+            heads.bind(tiny_llama(**{"vocab_size": VOCABULARY, field: value}))
 
 
 def test_heads_for_a_target_with_another_lm_head_are_refused():

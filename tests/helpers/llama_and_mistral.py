@@ -1,6 +1,7 @@
 """Two tiny random targets: one that sees all of its text, and one that sees a window of it."""
 
 import torch
+from helpers.tiny_llama import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 VOCABULARY, WINDOW = 24, 4
@@ -8,18 +9,8 @@ VOCABULARY, WINDOW = 24, 4
 
 def target_of(name):
     """A tiny random target whose greedy text wanders; weights large enough for attention to matter."""
-    fields = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    fields = dict(SIZES, vocab_size=VOCABULARY, intermediate_size=48, max_position_embeddings=128)
+    fields.update(pad_token_id=0, bos_token_id=None, eos_token_id=None)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         if name == "llama":

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engines import count, texts, vllm
 from helpers.fitting import fit
+from helpers.tiny_llama import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.v1.sample import rejection_sampler
 
@@ -25,16 +26,9 @@ def folder(tmp_path_factory):
     """A target of sixteen tokens, and heads that were fitted to it."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("sixteen")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        **dict(bos_token_id=0, eos_token_id=None, pad_token_id=None, tie_word_embeddings=False),
-    )
+    sizes = dict(SIZES, hidden_size=64, intermediate_size=64, num_attention_heads=2, max_position_embeddings=128)
+    tokens = dict(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=None, pad_token_id=None)
+    config = LlamaConfig(**sizes, **tokens, tie_word_embeddings=False)
     target = LlamaForCausalLM(config).eval()
     target.lm_head.weight.data.normal_(0, 0.25)
     target.save_pretrained(folder / "target")
