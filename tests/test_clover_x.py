@@ -1,11 +1,13 @@
 """clover-x: what it computes, how it starts in balance whatever the target's sizes, and that it changes no token."""
 
 import itertools
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers.fitting import fit
 from helpers.oracle import planted
+from helpers.tiny_llama import SIZES
 from helpers.zoo import build, ragged_batch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -28,8 +30,7 @@ def make_target(
     embedding_rms: float = 0.5, state_rms: float = 1.0, norm_rms: float = 1.0, **fields
 ) -> LlamaForCausalLM:
     """A target whose embeddings have rows of one size, whose residual stream is of another, and its final norm."""
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=SIZE, intermediate_size=40, num_hidden_layers=2)
-    config = LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **fields})
+    config = LlamaConfig(**{**SIZES, "vocab_size": VOCABULARY, **fields})
     with torch.random.fork_rng():
         torch.manual_seed(0)
         target = LlamaForCausalLM(config).eval()
@@ -61,6 +62,13 @@ def states_of(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad(), capture_states(target, captured):
         target(input_ids=ids, use_cache=False)
     return captured[0]
+
+
+def write(target, heads: CloverHeads, inputs: dict, nodes: int | None, **options):
+    """With trees of just so many nodes, or as many as pay."""
+    if nodes is not None:
+        options |= dict(num_assistant_tokens=nodes, num_assistant_tokens_schedule="constant")
+    return target.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
 
 
 # ---------------------------------------------------------------------- what it computes
@@ -240,13 +248,10 @@ def test_trees_grow_deeper_than_the_heads_that_were_trained():
     assert config.can_draft_beyond_heads
     target = make_target()
     heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=3, draft_depth=6))
-    ids = torch.tensor([[1, 2, 3]])
-    plain = target.generate(ids, max_new_tokens=20, do_sample=False)
-    with planted(heads, plain, ids.shape[1]):
-        out = target.generate(
-            ids, assistant_model=heads, max_new_tokens=20, do_sample=False, num_assistant_tokens=6,
-            num_assistant_tokens_schedule="constant", return_dict_in_generate=True,
-        )  # fmt: skip
+    inputs, options = dict(input_ids=torch.tensor([[1, 2, 3]])), dict(max_new_tokens=20, do_sample=False)
+    plain = target.generate(**inputs, **options)
+    with planted(heads, plain, 3):
+        out = write(target, heads, inputs, 6, **options)
     assert torch.equal(out.sequences, plain)
     assert len(out.speculation.accepted_by_depth) > heads.config.num_heads
 
@@ -366,10 +371,7 @@ def test_a_huge_first_state_does_not_change_the_hidden_state_scale():
 def test_a_target_that_cannot_be_measured_gets_scale_1(monkeypatch):
     target = make_target()
 
-    def broken(*args, **kwargs):
-        raise RuntimeError("wants pictures")
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", broken)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", Mock(side_effect=RuntimeError("wants pictures")))
     target.train().lm_head.eval()
     assert hidden_state_scale(target) == 1.0
     assert (target.training, target.lm_head.training) == (True, False)
@@ -417,24 +419,18 @@ def test_tokens_equal_plain_for_every_tree_shape(target, heads, lengths, do_samp
     for plant in (True, False):
         torch.manual_seed(3)
         with planted(heads, plain, inputs["input_ids"].shape[1]) if plant else torch.no_grad():
-            ours = target.generate(
-                **inputs, **options, assistant_model=heads, num_assistant_tokens=8, return_dict_in_generate=True,
-                num_assistant_tokens_schedule="constant",
-            )  # fmt: skip
+            ours = write(target, heads, inputs, 8, **options)
         assert torch.equal(ours.sequences, plain)
         assert ours.speculation.accepted_tokens > 0 or (do_sample and not plant)
 
 
 def test_tokens_equal_plain_with_a_draft_vocabulary_and_either_budget(target):
     heads = CloverHeads.from_target(target, "clover-x", draft_vocab_size=9)
-    inputs = ragged_batch(16, (7,))
-    plain = target.generate(**inputs, max_new_tokens=24, do_sample=False)
-    for options in ({}, {"num_assistant_tokens": 6, "num_assistant_tokens_schedule": "constant"}):
+    inputs, options = ragged_batch(16, (7,)), dict(max_new_tokens=24, do_sample=False)
+    plain = target.generate(**inputs, **options)
+    for nodes in (None, 6):
         with planted(heads, plain, inputs["input_ids"].shape[1]):
-            ours = target.generate(
-                **inputs, max_new_tokens=24, do_sample=False, assistant_model=heads, return_dict_in_generate=True,
-                **options,
-            )  # fmt: skip
+            ours = write(target, heads, inputs, nodes, **options)
         assert torch.equal(ours.sequences, plain)
         assert ours.speculation.accepted_tokens > 0
 
