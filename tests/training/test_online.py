@@ -1,10 +1,11 @@
 """Heads that learn while they are used: what is heard, what is learned, what is kept, and what can go wrong."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,6 +51,18 @@ def write(target, learner, prompt=PROMPT, **options):
     return target.generate(prompt, assistant_model=learner.heads, **options)
 
 
+def learned(target, times=1, **options) -> OnlineLearner:
+    """A learner that was open while so many texts were written."""
+    with learner_of(target, **options) as learner:
+        for _ in range(times):
+            write(target, learner)
+    return learner
+
+
+def plain_of(target) -> torch.Tensor:
+    return target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+
+
 def weights_of(model) -> torch.Tensor:
     return torch.cat([weight.detach().flatten().clone() for weight in model.parameters()])
 
@@ -62,10 +75,8 @@ def test_the_first_fit_finds_a_linear_map_between_states(target, monkeypatch):
     heads = CloverHeads.from_target(target)
     heads.scaled_states = lambda states: states.float()
     size, generator = heads.config.hidden_size, torch.Generator().manual_seed(0)
-    turn, bias = (
-        torch.linalg.qr(torch.randn(size, size, generator=generator))[0],
-        torch.randn(size, generator=generator),
-    )
+    turn = torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+    bias = torch.randn(size, generator=generator)
     tokens = torch.randint(target.config.vocab_size, (2000,), generator=generator)
     states = [torch.zeros(size)]
     for token in tokens[:-1]:
@@ -189,10 +200,8 @@ def test_a_packed_target_can_be_learned_from(monkeypatch):
     target = make_target()
     made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=32)
     assert pack_for_cpu(target) > 0
-    learner = learner_of(target, made)
     before = weights_of(made)
-    with learner:
-        write(target, learner)
+    learner = learned(target, heads=made)
     assert learner.steps == 1
     assert not torch.equal(weights_of(made), before)
 
@@ -201,7 +210,7 @@ def test_a_packed_target_can_be_learned_from(monkeypatch):
 def test_learning_works_under_the_callers_autocast(target, dtype):
     learner = learner_of(target)
     with learner, torch.autocast("cpu", dtype):
-        plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+        plain = plain_of(target)
         for _ in range(3):
             assert torch.equal(write(target, learner), plain)
     assert learner.steps >= 2
@@ -250,20 +259,10 @@ def test_idle_time_is_used_for_learning_without_a_limit(target):
 
 
 def test_two_threads_may_share_a_learner(target):
-    learner, texts = learner_of(target), {}
-    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
-    with learner:
-
-        def call(name: int) -> None:
-            texts[name] = [write(target, learner) for _ in range(5)]
-
-        threads = [threading.Thread(target=call, args=(name,)) for name in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(texts) == 2
-    assert all(torch.equal(text, plain) for of in texts.values() for text in of)
+    learner, plain = learner_of(target), plain_of(target)
+    with learner, ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(lambda _: [write(target, learner) for _ in range(5)], range(2)))
+    assert all(torch.equal(text, plain) for of in texts for text in of)
     assert learner.steps > 0
 
 
@@ -339,9 +338,7 @@ def test_a_long_text_is_learned_in_pieces():
 
 
 def test_the_next_process_goes_on_where_this_one_stopped(target, tmp_path):
-    with learner_of(target, folder=tmp_path) as first:
-        for _ in range(4):
-            write(target, first)
+    first = learned(target, 4, folder=tmp_path)
     second = OnlineLearner(None, target, folder=tmp_path, share=1.0)
     assert (second.steps, second.tokens) == (first.steps, first.tokens)
     assert first.steps > 2
@@ -357,8 +354,7 @@ def test_the_next_process_goes_on_where_this_one_stopped(target, tmp_path):
 
 
 def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, monkeypatch):
-    with learner_of(target, folder=tmp_path) as learner:
-        write(target, learner)
+    learner = learned(target, folder=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     learner._learn([Document(torch.randn(50, 32).bfloat16(), torch.arange(50) % 48)], [])
 
@@ -366,13 +362,9 @@ def test_a_kill_in_the_middle_of_a_save_loses_nothing_older(target, tmp_path, mo
         pass
 
     for place, name in enumerate(("save_pretrained", "replace", "save_file", "write_card")):
-
-        def kill(*_, **__):
-            raise Killed
-
         with monkeypatch.context() as patch:
             owner = {"save_pretrained": learner.heads, "replace": Path}.get(name, online)
-            patch.setattr(owner, name, kill)
+            patch.setattr(owner, name, Mock(side_effect=Killed))
             with pytest.raises(Killed):
                 learner.save()
         again = OnlineLearner(None, target, folder=tmp_path)
@@ -396,8 +388,7 @@ def test_no_text_reaches_the_folder(target, tmp_path):
 
 
 def test_the_learners_state_is_not_pushed(target, tmp_path):
-    with learner_of(target, folder=tmp_path) as learner:
-        write(target, learner)
+    learned(target, folder=tmp_path)
     pushed = files_to_push(tmp_path, "org/clover-heads")
     assert (tmp_path / LEARNER).exists()
     assert LEARNER not in pushed
@@ -406,8 +397,7 @@ def test_the_learners_state_is_not_pushed(target, tmp_path):
 
 def test_emitted_ids_replace_unused_ids_of_the_draft_vocabulary(target):
     made = CloverHeads.from_target(target, num_heads=2, draft_vocab_size=32)
-    learner = learner_of(target, made)
-    with learner:
+    with learner_of(target, made) as learner:
         for _ in range(4):
             text = write(target, learner)
     emitted = {int(token) for token in text[0, 1:-1] if int(token) >= 32}
@@ -415,10 +405,8 @@ def test_emitted_ids_replace_unused_ids_of_the_draft_vocabulary(target):
     assert learner.exchange_ids() == 0  # leaving the block has done it
     assert emitted <= set(learner.heads.draft_ids.tolist())
     assert torch.equal(learner.heads.draft_ids, learner.student.draft_ids)
-    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
-    assert torch.equal(
-        target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=30, eos_token_id=None), plain
-    )
+    ours = target.generate(PROMPT, assistant_model=learner.heads, max_new_tokens=30, eos_token_id=None)
+    assert torch.equal(ours, plain_of(target))
 
 
 def test_new_heads_are_made_without_using_the_callers_random_numbers(target):
@@ -430,9 +418,7 @@ def test_new_heads_are_made_without_using_the_callers_random_numbers(target):
 
 
 def test_the_record_has_an_entry_for_each_call(target):
-    with learner_of(target) as learner:
-        for _ in range(3):
-            write(target, learner)
+    learner = learned(target, 3)
     assert len(learner.record) == 3
     assert str(learner).endswith(f"when we began), {learner.tokens:,} tokens learned from")
     assert [entry["tokens"] for entry in learner.record] == sorted(entry["tokens"] for entry in learner.record)
@@ -487,43 +473,28 @@ def test_on_a_device_with_streams_a_step_has_one_of_its_own(target, monkeypatch)
     assert events == ["wait for generate", "begin", "learn", "end", "synchronize"] * learner.steps
 
 
-def test_without_memory_learning_is_off_and_generate_goes_on(target, monkeypatch, caplog):
-    learner = learner_of(target)
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(learner, "_learn", fail)
-    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("no memory"), "Learning is off: the device has no memory left"),
+        (RuntimeError("something odd"), "Learning is off: a step failed (something odd)"),
+    ],
+)
+def test_after_a_step_that_fails_learning_is_off_and_generate_goes_on(target, monkeypatch, caplog, error, said):
+    learner, plain = learner_of(target), plain_of(target)
+    monkeypatch.setattr(learner, "_learn", Mock(side_effect=error))
     with learner:
-        assert torch.equal(write(target, learner), plain)
-        assert torch.equal(write(target, learner), plain)
-    assert caplog.text.count("Learning is off: the device has no memory left") == 1
-
-
-def test_a_step_that_fails_leaves_generate_alone(target, monkeypatch, caplog):
-    learner = learner_of(target)
-
-    def fail(*_):
-        raise RuntimeError("something odd")
-
-    monkeypatch.setattr(learner, "_learn", fail)
-    plain = target.generate(PROMPT, max_new_tokens=30, eos_token_id=None)
-    with learner:
-        assert torch.equal(write(target, learner), plain)
-    assert "Learning is off: a step failed (something odd)" in caplog.text
+        for _ in range(2):
+            assert torch.equal(write(target, learner), plain)
+    assert caplog.text.count(said) == 1
 
 
 def test_a_full_disk_is_logged_and_generate_goes_on(target, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(online, "STEPS_BETWEEN_SAVES", 1)
     learner = learner_of(target, folder=tmp_path)
-
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
     with learner:
         with monkeypatch.context() as patch:
-            patch.setattr(learner, "save", fail)
+            patch.setattr(learner, "save", Mock(side_effect=OSError(28, "No space left on device")))
             write(target, learner)
         assert "The heads that learn were not saved: [Errno 28] No space left" in caplog.text
         assert learner.steps == 1
@@ -533,11 +504,8 @@ def test_a_full_disk_is_logged_and_generate_goes_on(target, tmp_path, monkeypatc
 def test_several_processes_are_refused(target, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with (
-        pytest.raises(RuntimeError, match="`OnlineLearner` works in one process, and there are 2"),
-        learner_of(target),
-    ):
-        pass
+    with pytest.raises(RuntimeError, match="`OnlineLearner` works in one process, and there are 2"):
+        learner_of(target).__enter__()
 
 
 def test_another_target_is_refused(target):
@@ -569,8 +537,7 @@ def test_texts_are_forgotten_when_the_target_changes(target):
 
 
 def test_heads_of_other_sizes_are_refused(target, tmp_path):
-    with learner_of(target, folder=tmp_path) as learner:
-        write(target, learner)
+    learned(target, folder=tmp_path)
     other = CloverHeads.from_target(target, num_heads=2, variant="clover-2")
     with pytest.raises(ValueError, match=r"`folder` .* holds heads of other sizes than `heads`"):
         OnlineLearner(other, target, folder=tmp_path)
@@ -583,8 +550,7 @@ def test_a_share_outside_0_to_1_is_refused(target, share):
 
 
 def test_a_damaged_state_says_which_file_to_delete(target, tmp_path):
-    with learner_of(target, folder=tmp_path) as learner:
-        write(target, learner)
+    learned(target, folder=tmp_path)
     (tmp_path / LEARNER).write_bytes(b"half")
     with pytest.raises(ValueError, match=r"learner.safetensors' is damaged .* delete it"):
         OnlineLearner(None, target, folder=tmp_path)
