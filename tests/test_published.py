@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
-import hf_clover
 from hf_clover import CloverHeads, Eagle3Heads, load_heads
 from hf_clover.decoding.route import CloverWarning
 from hf_clover.decoding.target.memory import memory_of
@@ -71,15 +70,8 @@ def flags(folder: Path) -> dict:
 
 def flat(folder: Path, architectures: list[str], **more) -> None:
     config = config_of(folder)
-    write(
-        folder,
-        {
-            **config["transformer_layer_config"],
-            "architectures": architectures,
-            "draft_vocab_size": config["draft_vocab_size"],
-            **more,
-        },
-    )
+    common = {"architectures": architectures, "draft_vocab_size": config["draft_vocab_size"]}
+    write(folder, {**config["transformer_layer_config"], **common, **more})
 
 
 def rename(folder: Path, prefix: str, without: tuple[str, ...] = ()) -> None:
@@ -221,9 +213,8 @@ def test_heads_with_missing_or_contradictory_facts_are_refused(folder, change, s
         load_heads(folder, a_target())
 
 
-@pytest.mark.parametrize("field", ["vocab_size", "hidden_size"])
-def test_another_target_is_refused(folder, field):
-    size = {"vocab_size": 90, "hidden_size": 64}[field]
+@pytest.mark.parametrize(("field", "size"), [("vocab_size", 90), ("hidden_size", 64)])
+def test_another_target_is_refused(folder, field, size):
     with pytest.raises(ValueError, match=rf"made for another target: its (target_)?{field} is .* is {size}"):
         load_heads(folder, a_target(**{field: size}))
 
@@ -295,12 +286,8 @@ def test_a_drafted_chain_equals_that_of_the_reference(case, folder):
     for place, chain in chains.items():
         known = int(place) + 1
         drafter = heads.new_drafter(heads)
-        drafter.extend(
-            vectors["features"][:, :known],
-            vectors["input_ids"][:, 1 : known + 1],
-            torch.arange(known)[None],
-            [known],
-        )
+        features, ids = vectors["features"][:, :known], vectors["input_ids"][:, 1 : known + 1]
+        drafter.extend(features, ids, torch.arange(known)[None], [known])
         assert drafter.draft(6, "chain").tokens[0, 1:].tolist() == chain, place
 
 
@@ -309,18 +296,14 @@ def test_heads_whose_drafts_are_nearly_always_wrong_give_one_warning(folder):
     heads.config.draft_copies = 0
     options = {"max_new_tokens": 230, "pad_token_id": 0, "eos_token_id": None, "num_assistant_tokens": 3}
 
-    class Dictates(LogitsProcessor):
+    def dictate(input_ids, scores):
         """No draft knows what comes next."""
-
-        def __call__(self, input_ids, scores):
-            scores[:, input_ids.shape[1] * 7 % 100] = torch.inf
-            return scores
+        scores[:, input_ids.shape[1] * 7 % 100] = torch.inf
+        return scores
 
     def generate(heads):
         ids = torch.tensor([[3, 14, 15, 9, 26, 5, 35]])
-        return target.generate(
-            ids, assistant_model=heads, logits_processor=LogitsProcessorList([Dictates()]), **options
-        )
+        return target.generate(ids, assistant_model=heads, logits_processor=LogitsProcessorList([dictate]), **options)
 
     with pytest.warns(CloverWarning, match=r"right in \d of 20\d places.*layer_ids=.*chat template.*fine-tune"):
         generate(heads)
@@ -342,7 +325,3 @@ def test_the_card_says_where_the_heads_were_published(folder, tmp_path):
     text = write_card(tmp_path / "mine", repo_id="me/mine").text
     origin = "[org/eagle3](https://huggingface.co/org/eagle3)"
     assert f"published them as {origin}. The Python package `hf_clover` reads and runs them." in text
-
-
-def test_load_heads_is_public():
-    assert hf_clover.load_heads is load_heads
