@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from hf_clover.training.storage import checkpoints_in, what_is_broken
 
 pytestmark = pytest.mark.long("hf_clover/network")
 
-FULL = (
-    4096  # bytes that a file may have on the disk that is full; a checkpoint's configuration fits, its weights do not
-)
+FULL = 4096  # bytes that a file may have on the full disk; a checkpoint's configuration fits, its weights do not
+
+
+def fill_the_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
 
 
 class FullDiskAt(TrainerCallback):
@@ -43,7 +46,7 @@ class FullDiskAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+            fill_the_disk()
 
 
 def in_child(work: Any, folder: Path) -> int:
@@ -61,6 +64,12 @@ def in_child(work: Any, folder: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+def error_of(work: Any, folder: Path) -> str:
+    """What a fork that does `work` fails with."""
+    assert in_child(work, folder) == 1
+    return (folder / "error.txt").read_text()
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
@@ -72,6 +81,13 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
     trainer = make_run(tmp_path_factory.mktemp("unbroken"))
     trainer.train()
     return trainer
+
+
+def assert_resumes_as(unbroken: Any, run: Path) -> None:
+    resumed = make_run(run)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+    assert_equal_runs(resumed, unbroken)
 
 
 @pytest.fixture
@@ -87,38 +103,40 @@ def copied(unbroken: Any, tmp_path: Path) -> Path:
 
 def test_a_full_disk_at_a_checkpoint_keeps_the_earlier_one(unbroken: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code = in_child(lambda: make_run(run, FullDiskAt(5), save_total_limit=1).train(), tmp_path)
-    said = (tmp_path / "error.txt").read_text()
-    assert code == 1
+    said = error_of(lambda: make_run(run, FullDiskAt(5), save_total_limit=1).train(), tmp_path)
     assert said.startswith("OSError: The checkpoint of step 6 could not be written to")
     assert "Earlier checkpoints are as they were: make room there" in said
     assert "resume_from_checkpoint=True" in said
     assert what_is_broken(run / "checkpoint-3") is None, "the one before is whole, though only one is kept"
     assert not (run / "checkpoint-6").exists() or what_is_broken(run / "checkpoint-6") is not None
-    resumed = make_run(run)
-    resumed.train(resume_from_checkpoint=True)
-    assert_equal_runs(resumed, unbroken)
+    assert_resumes_as(unbroken, run)
 
 
-def test_a_full_disk_within_a_checkpoint_keeps_the_one_before(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """The weights still fit, the optimizer's state does not."""
+@pytest.mark.parametrize(
+    ("break_off", "code"),
+    [(fill_the_disk, 1), (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL)],
+    ids=["full disk", "kill"],
+)
+def test_a_checkpoint_that_is_broken_off_keeps_the_one_before(
+    unbroken: Any, tmp_path: Path, monkeypatch: Any, break_off: Any, code: int
+) -> None:
+    """The newest checkpoint has its weights, and no state of the optimizer."""
     run = tmp_path / "run"
     save = Trainer._save_optimizer_and_scheduler
 
-    def full_from_step_6(self: Any, folder: str) -> None:
+    def broken_off_at_step_6(self: Any, folder: str) -> None:
         if self.state.global_step == 6:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+            break_off()
         save(self, folder)
 
-    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", full_from_step_6)
-    assert in_child(lambda: make_run(run).train(), tmp_path) == 1
+    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", broken_off_at_step_6)
+    assert in_child(lambda: make_run(run).train(), tmp_path) == code
     monkeypatch.undo()
-    assert "The checkpoint of step 6 could not be written" in (tmp_path / "error.txt").read_text()
+    if code == 1:
+        assert "The checkpoint of step 6 could not be written" in (tmp_path / "error.txt").read_text()
     assert (run / "checkpoint-6" / "model.safetensors").exists()
     assert what_is_broken(run / "checkpoint-6") is not None
-    resumed = make_run(run)
-    resumed.train(resume_from_checkpoint=True)
-    assert_equal_runs(resumed, unbroken)
+    assert_resumes_as(unbroken, run)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +150,7 @@ def test_a_full_disk_within_a_checkpoint_keeps_the_one_before(unbroken: Any, tmp
     ],
 )
 def test_only_errors_of_the_disk_are_explained(error: Exception, is_ours: bool, tmp_path: Path, monkeypatch: Any):
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(Trainer, "_save_checkpoint", fail)
+    monkeypatch.setattr(Trainer, "_save_checkpoint", Mock(side_effect=error))
     trainer = make_run(tmp_path)
     with pytest.raises(type(error) if not is_ours else OSError) as caught:
         trainer.train()
@@ -151,11 +166,10 @@ def test_a_full_disk_while_heads_are_saved_leaves_those_before(tmp_path: Path) -
     weights = files_of(folder)["model.safetensors"]
 
     def save() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+        fill_the_disk()
         after.save_pretrained(folder)
 
-    assert in_child(save, tmp_path) == 1
-    assert "File too large" in (tmp_path / "error.txt").read_text()
+    assert "File too large" in error_of(save, tmp_path)
     assert files_of(folder)["model.safetensors"] == weights
     again = CloverHeads.from_pretrained(folder)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), before.parameters(), strict=True))
@@ -166,7 +180,7 @@ def test_a_file_written_whole_is_new_or_as_it_was(tmp_path: Path) -> None:
     write_whole(note, "{}")
 
     def save() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+        fill_the_disk()
         write_whole(note, "x" * 2 * FULL)
 
     assert in_child(save, tmp_path) == 1
@@ -188,15 +202,14 @@ class Random:
             text = random.Random(prompt).randbytes(2048).hex()
             yield place, ValueError("too hard") if int(prompt[1:]) == self.fails_on else text
             if place == self.full_after:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
+                fill_the_disk()
 
 
 def test_a_full_disk_while_answers_are_collected_keeps_earlier_answers(tmp_path: Path) -> None:
     prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
     regenerate(prompts, Random(fails_on=3), folder)
     before = (folder / "train.parquet").read_bytes()
-    assert in_child(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path) == 1
-    said = (tmp_path / "error.txt").read_text()
+    said = error_of(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path)
     assert f"'{folder / 'train.parquet'}' could not be written (File too large)" in said
     assert "make room there and run again" in said
     assert (folder / "train.parquet").read_bytes() == before
@@ -208,33 +221,12 @@ def test_a_full_disk_while_answers_are_collected_keeps_earlier_answers(tmp_path:
 
 def test_a_full_disk_while_an_answer_is_written_names_the_file(tmp_path: Path) -> None:
     prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
-    assert in_child(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path) == 1
-    said = (tmp_path / "error.txt").read_text()
+    said = error_of(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path)
     assert f"'{folder / '.progress' / 'answers-00000.jsonl'}' could not be written (File too large)" in said
     assert len(regenerate(prompts, Random(), folder)) == 4
 
 
 # ---------------------------------------------------------------------- a kill
-
-
-def test_a_kill_within_a_checkpoint_keeps_the_one_before(unbroken: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """The newest checkpoint has weights and nothing else: training goes on from the one before it."""
-    run = tmp_path / "run"
-    save = Trainer._save_optimizer_and_scheduler
-
-    def killed_at_step_6(self: Any, folder: str) -> None:
-        if self.state.global_step == 6:
-            os.kill(os.getpid(), signal.SIGKILL)
-        save(self, folder)
-
-    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", killed_at_step_6)
-    assert in_child(lambda: make_run(run).train(), tmp_path) == -signal.SIGKILL
-    monkeypatch.undo()
-    assert (run / "checkpoint-6" / "model.safetensors").exists()
-    resumed = make_run(run)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 8
-    assert_equal_runs(resumed, unbroken)
 
 
 def test_a_run_killed_twice_loses_nothing_before_its_last_checkpoint(unbroken: Any, tmp_path: Path) -> None:
@@ -244,9 +236,7 @@ def test_a_run_killed_twice_loses_nothing_before_its_last_checkpoint(unbroken: A
         code = in_child(lambda: trainer.train(resume_from_checkpoint=is_resumed), tmp_path)  # noqa: B023
         assert code == -signal.SIGKILL
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-6", "checkpoint-3"]
-    resumed = make_run(run)
-    resumed.train(resume_from_checkpoint=True)
-    assert_equal_runs(resumed, unbroken)
+    assert_resumes_as(unbroken, run)
 
 
 # ---------------------------------------------------------------------- broken checkpoints
@@ -257,29 +247,32 @@ def cut(file: Path, share: float) -> None:
     file.write_bytes(content[: int(share * len(content))])
 
 
-BROKEN = {
-    "weights cut in half": (lambda folder: cut(folder / "model.safetensors", 0.5), "model.safetensors.*cut short"),
-    "weights without their last byte": (
-        lambda folder: cut(folder / "model.safetensors", 1 - 1e-6),
-        "model.safetensors.*cut short",
-    ),
-    "empty weights": (lambda folder: cut(folder / "model.safetensors", 0), "model.safetensors.*cut short"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "`model.safetensors` is missing"),
-    "optimizer cut": (lambda folder: cut(folder / "optimizer.pt", 0.9), "optimizer.pt.*cut short"),
-    "no optimizer": (lambda folder: (folder / "optimizer.pt").unlink(), "`optimizer.pt` is missing.*save_only_model"),
-    "no scheduler": (lambda folder: (folder / "scheduler.pt").unlink(), "`scheduler.pt` is missing"),
-    "random numbers cut": (lambda folder: cut(folder / "rng_state.pth", 0.5), "rng_state.pth.*cut short"),
-    "no trainer state": (lambda folder: (folder / "trainer_state.json").unlink(), "`trainer_state.json` is missing"),
-    "trainer state cut": (lambda folder: cut(folder / "trainer_state.json", 0.5), "trainer_state.json.*cut short"),
-    "empty trainer state": (lambda folder: cut(folder / "trainer_state.json", 0), "trainer_state.json.*cut short"),
-    "an empty object": (lambda folder: (folder / "trainer_state.json").write_text("{}"), "trainer_state.json.*empty"),
+BROKEN = {  # a file, how much is left of it or what it says instead, and the message
+    "weights cut in half": ("model.safetensors", 0.5, "model.safetensors.*cut short"),
+    "weights without their last byte": ("model.safetensors", 1 - 1e-6, "model.safetensors.*cut short"),
+    "empty weights": ("model.safetensors", 0, "model.safetensors.*cut short"),
+    "no weights": ("model.safetensors", None, "`model.safetensors` is missing"),
+    "optimizer cut": ("optimizer.pt", 0.9, "optimizer.pt.*cut short"),
+    "no optimizer": ("optimizer.pt", None, "`optimizer.pt` is missing.*save_only_model"),
+    "no scheduler": ("scheduler.pt", None, "`scheduler.pt` is missing"),
+    "random numbers cut": ("rng_state.pth", 0.5, "rng_state.pth.*cut short"),
+    "no trainer state": ("trainer_state.json", None, "`trainer_state.json` is missing"),
+    "trainer state cut": ("trainer_state.json", 0.5, "trainer_state.json.*cut short"),
+    "empty trainer state": ("trainer_state.json", 0, "trainer_state.json.*cut short"),
+    "an empty object": ("trainer_state.json", "{}", "trainer_state.json.*empty"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_checkpoint_is_refused_by_name_and_nothing_is_written(kind: str, copied: Path) -> None:
-    spoil, message = BROKEN[kind]
-    spoil(copied / "checkpoint-6")
+    name, left, message = BROKEN[kind]
+    file = copied / "checkpoint-6" / name
+    if left is None:
+        file.unlink()
+    elif isinstance(left, str):
+        file.write_text(left)
+    else:
+        cut(file, left)
     before = files_of(copied)
     with pytest.raises(ValueError, match=rf"checkpoint-6'` is not whole: .*{message}.*pass `True`"):
         make_run(copied).train(resume_from_checkpoint=str(copied / "checkpoint-6"))
@@ -291,11 +284,9 @@ def test_a_run_resumes_before_a_broken_checkpoint_and_logs_it(
     unbroken: Any, copied: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
     cut(copied / "checkpoint-6" / "optimizer.pt", 0.5)
-    resumed = make_run(copied)
-    resumed.train(resume_from_checkpoint=True)
+    assert_resumes_as(unbroken, copied)
     assert "checkpoint-6' is not whole (`optimizer.pt` is damaged or cut short" in transformers_log.text
     assert "training goes on from" in transformers_log.text
-    assert_equal_runs(resumed, unbroken)
     assert what_is_broken(copied / "checkpoint-6") is None, "and written again"
 
 
@@ -333,26 +324,28 @@ def test_sharded_checkpoints_of_fsdp_and_deepspeed_pass_the_check(sharded: str, 
     assert what_is_broken(folder) is None
 
 
+def shard(folder: Path, place: Path, name: str) -> None:
+    """The weights are moved to `place`, which an index calls by `name`."""
+    shutil.move(folder / "model.safetensors", place)
+    with safe_open(place, framework="pt") as opened:
+        names = dict.fromkeys(opened.keys(), name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
 def test_a_damaged_or_missing_shard_of_the_weights_is_noticed(copied: Path) -> None:
     folder = copied / "checkpoint-6"
-    shutil.move(folder / "model.safetensors", folder / "model-00001-of-00001.safetensors")
-    with safe_open(folder / "model-00001-of-00001.safetensors", framework="pt") as opened:
-        names = dict.fromkeys(opened.keys(), "model-00001-of-00001.safetensors")
-    index = {"metadata": {}, "weight_map": names}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    part = folder / "model-00001-of-00001.safetensors"
+    shard(folder, part, part.name)
     assert what_is_broken(folder) is None
-    cut(folder / "model-00001-of-00001.safetensors", 0.5)
+    cut(part, 0.5)
     assert "`model.safetensors.index.json` is damaged or cut short" in what_is_broken(folder)
-    (folder / "model-00001-of-00001.safetensors").unlink()
-    assert "model-00001-of-00001.safetensors" in what_is_broken(folder)
+    part.unlink()
+    assert part.name in what_is_broken(folder)
 
 
 def test_weights_outside_the_checkpoint_are_refused(copied: Path) -> None:
     folder = copied / "checkpoint-6"
-    shutil.move(folder / "model.safetensors", copied / "outside.safetensors")
-    with safe_open(copied / "outside.safetensors", framework="pt") as opened:
-        names = dict.fromkeys(opened.keys(), "../outside.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    shard(folder, copied / "outside.safetensors", "../outside.safetensors")
     with pytest.raises(ValueError, match=r"index.json` .*it names '../outside.safetensors', which is no file of its"):
         make_run(copied).train(resume_from_checkpoint=str(folder))
 
