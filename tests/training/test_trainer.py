@@ -5,10 +5,12 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from datasets import Dataset
+from helpers.quantised import FourBit, quantise
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from tiny import VOCAB, losses, make_args, make_target, make_tokenizer, make_trainer, own_text, random_ids
@@ -27,6 +29,12 @@ TURNS = [
     {"role": "user", "content": "w9 w10"},
     {"role": "assistant", "content": "w11 w12 w13 w14 w15"},
 ]
+
+
+def trained(*args: Any, **fields: Any) -> CloverTrainer:
+    trainer = make_trainer(*args, **fields)
+    trainer.train()
+    return trainer
 
 
 def weights(trainer: CloverTrainer) -> dict[str, torch.Tensor]:
@@ -61,8 +69,7 @@ def test_special_tokens_stay_the_targets(tmp_path: Path) -> None:
     """transformers makes them the tokenizer's as training begins: pad 0, bos 1, eos 2."""
     ids = {"pad_token_id": None, "bos_token_id": 3, "eos_token_id": [2, 5]}
     target = make_target(**ids)
-    trainer = make_trainer(tmp_path, target, save_strategy="steps", save_steps=1)
-    trainer.train()
+    trainer = trained(tmp_path, target, save_strategy="steps", save_steps=1)
     trainer.save_model()
     for folder in (tmp_path, tmp_path / "checkpoint-1"):
         saved = json.loads((folder / "config.json").read_text())
@@ -73,7 +80,7 @@ def test_special_tokens_stay_the_targets(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss_type", TOKEN_LOSSES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_loss_trains_every_variant(tmp_path: Path, variant: str, loss_type: str) -> None:
-    trainer = make_trainer(
+    trainer = trained(
         tmp_path,
         make_target(),
         loss_type=loss_type,
@@ -82,7 +89,6 @@ def test_every_loss_trains_every_variant(tmp_path: Path, variant: str, loss_type
         per_device_train_batch_size=8,
         model_init_kwargs={"variant": variant, "num_heads": 2},
     )
-    trainer.train()
     assert losses(trainer)[-1] < 0.97 * losses(trainer)[0]
 
 
@@ -91,8 +97,7 @@ def test_the_teacher_stays_bit_identical(tmp_path: Path, variant: str) -> None:
     target = make_target()
     before = copy.deepcopy(target.state_dict())
     grads = [parameter.requires_grad for parameter in target.parameters()]
-    trainer = make_trainer(tmp_path, target, max_steps=4, model_init_kwargs={"variant": variant})
-    trainer.train()
+    trainer = trained(tmp_path, target, max_steps=4, model_init_kwargs={"variant": variant})
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
     assert [parameter.requires_grad for parameter in target.parameters()] == grads
     assert all(parameter.grad is None for parameter in target.parameters())
@@ -100,21 +105,14 @@ def test_the_teacher_stays_bit_identical(tmp_path: Path, variant: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    runs = []
-    for seed in (7, 7, 8):
-        trainer = make_trainer(tmp_path, make_target(), seed=seed, max_steps=3)
-        trainer.train()
-        runs.append(weights(trainer))
+    runs = [weights(trained(tmp_path, make_target(), seed=seed, max_steps=3)) for seed in (7, 7, 8)]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
     assert not all(torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
 
 
 def test_loss_weights_reach_the_loss_and_the_config(tmp_path: Path) -> None:
-    """Fields of the arguments reach the loss and are written down with the heads."""
-    target = make_target()
     weights = {"loss_decay": 0.5, "hidden_loss_weight": 0.0, "token_loss_weight": 2.0}
-    trainer = make_trainer(tmp_path, target, **weights, model_init_kwargs={"num_heads": 2})
-    trainer.train()
+    trainer = trained(tmp_path, make_target(), **weights, model_init_kwargs={"num_heads": 2})
     first = trainer.state.log_history[0]
     assert first["loss"] == pytest.approx(first["head_0/loss"] + 0.5 * first["head_1/loss"], rel=1e-4)
     config = trainer.heads.config
@@ -126,11 +124,10 @@ def test_the_label_mask_keeps_the_targets_own_text_and_drops_other_text(tmp_path
     target = make_target()
     own = Dataset.from_dict({"input_ids": own_text(target, 4, 12)})
     for dataset, is_kept in ((own, True), (random_ids([12, 12, 12, 12]), False)):
-        runs = []
-        for label_mask in (True, False):
-            trainer = make_trainer(tmp_path, target, dataset, label_mask=label_mask, max_steps=1)
-            trainer.train()
-            runs.append(losses(trainer)[0])
+        runs = [
+            losses(trained(tmp_path, target, dataset, label_mask=label_mask, max_steps=1))[0]
+            for label_mask in (True, False)
+        ]
         if is_kept:
             assert runs[0] == pytest.approx(runs[1])
         else:
@@ -141,8 +138,7 @@ def test_heads_are_trained_in_float32_and_saved_whole(tmp_path: Path) -> None:
     target = make_target().bfloat16()
     heads = CloverHeads.from_target(target, num_heads=2)
     assert heads.dtype == torch.bfloat16
-    trainer = make_trainer(tmp_path, target, options={"model": heads}, bf16=True, max_steps=2, model_init_kwargs=None)
-    trainer.train()
+    trainer = trained(tmp_path, target, options={"model": heads}, bf16=True, max_steps=2, model_init_kwargs=None)
     trainer.save_model()
     assert all(torch.isfinite(torch.tensor(losses(trainer))))
     with safe_open(tmp_path / "model.safetensors", "pt") as saved:
@@ -157,12 +153,10 @@ def test_bfloat16_training_keeps_weights_in_float32(tmp_path: Path, monkeypatch:
     lm_head, most of a step's products, is computed in it too."""
     score, scored = CloverHeads.score, []
     monkeypatch.setattr(CloverHeads, "score", lambda heads, x: scored.append(score(heads, x)) or scored[-1])
-    plain = make_trainer(tmp_path, make_target(), max_steps=3)
-    plain.train()
+    plain = trained(tmp_path, make_target(), max_steps=3)
     assert {scores.dtype for scores in scored} == {torch.float32}
     scored.clear()
-    mixed = make_trainer(tmp_path, make_target(), max_steps=3, bf16=True)
-    mixed.train()
+    mixed = trained(tmp_path, make_target(), max_steps=3, bf16=True)
     assert {scores.dtype for scores in scored} == {torch.bfloat16}
     assert mixed.heads.dtype == torch.float32
     assert losses(mixed) == pytest.approx(losses(plain), rel=0.03)
@@ -228,11 +222,10 @@ def test_every_dataset_format_gives_its_labels_and_trains(tmp_path: Path, name: 
 
 def test_streaming_equals_map_style(tmp_path: Path) -> None:
     dataset = random_ids([12, 9, 16, 7])
-    runs = []
-    for train_dataset in (dataset, dataset.to_iterable_dataset()):
-        trainer = make_trainer(tmp_path, make_target(), train_dataset, max_steps=1)
-        trainer.train()
-        runs.append(losses(trainer))
+    runs = [
+        losses(trained(tmp_path, make_target(), train_dataset, max_steps=1))
+        for train_dataset in (dataset, dataset.to_iterable_dataset())
+    ]
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
@@ -297,10 +290,9 @@ def test_lora_saves_an_adapter_alone_and_leaves_the_heads_as_they_were(tmp_path:
     heads.save_pretrained(tmp_path / "heads")
     before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
     options = {"model": heads, "peft_config": LoraConfig(r=4, task_type="CAUSAL_LM")}
-    trainer = make_trainer(
+    trainer = trained(
         tmp_path / "adapter", target, options=options, model_init_kwargs=None, max_steps=6, learning_rate=1e-2
     )
-    trainer.train()
     trainer.save_model()
     assert losses(trainer)[-1] < losses(trainer)[0]
     saved = {file.name for file in (tmp_path / "adapter").iterdir()}
@@ -317,52 +309,29 @@ def test_lora_saves_an_adapter_alone_and_leaves_the_heads_as_they_were(tmp_path:
 def test_training_goes_on_with_a_given_adapter(tmp_path: Path) -> None:
     target = make_target()
     model = get_peft_model(CloverHeads.from_target(target, num_heads=2), LoraConfig(target_modules="all-linear"))
-    trainer = make_trainer(tmp_path, target, options={"model": model}, model_init_kwargs=None)
-    trainer.train()
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert trained
-    assert all("lora" in name for name in trained)
+    trained(tmp_path, target, options={"model": model}, model_init_kwargs=None)
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all("lora" in name for name in names)
 
 
 def test_heads_learn_from_a_target_with_its_adapter(tmp_path: Path) -> None:
-    """The heads learn from the target as it is with its adapter, which is not changed."""
     config = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(0)
     wrapped = get_peft_model(make_target(), config).eval()
     before = copy.deepcopy(wrapped.state_dict())
     merged = copy.deepcopy(wrapped).merge_and_unload()
-    runs = []
-    for target in (wrapped, merged, make_target()):
-        trainer = make_trainer(tmp_path, target, max_steps=2)
-        trainer.train()
-        runs.append(losses(trainer))
+    runs = [losses(trained(tmp_path, target, max_steps=2)) for target in (wrapped, merged, make_target())]
     assert runs[0] == pytest.approx(runs[1], rel=1e-4)
     assert runs[0] != pytest.approx(runs[2], rel=1e-4)
     assert all(torch.equal(before[name], tensor) for name, tensor in wrapped.state_dict().items())
 
 
-class Int8Linear(nn.Module):
-    """Stands for what a quantiser leaves of a linear layer: weights that are no floating point numbers."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.scale = linear.weight.abs().amax(1, keepdim=True) / 127
-        self.weight = nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (self.weight * self.scale).T
-
-
 def test_heads_learn_from_a_quantised_target(tmp_path: Path) -> None:
-    target = make_target().requires_grad_(False)
-    for module in list(target.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(module, name, Int8Linear(child))
-    trainer = make_trainer(
+    target = quantise(make_target().requires_grad_(False), FourBit)
+    trainer = trained(
         tmp_path, target, max_steps=12, learning_rate=3e-3, per_device_train_batch_size=8, draft_vocab_size=20
     )
-    trainer.train()
     assert losses(trainer)[-1] < 0.97 * losses(trainer)[0]
 
 
@@ -387,8 +356,7 @@ def test_the_trainer_loads_target_heads_and_tokenizer_from_paths(tmp_path: Path)
 
 def test_evaluation_logs_losses_and_acceptance_of_every_head(tmp_path: Path) -> None:
     options = {"eval_dataset": random_ids([12, 9, 7, 14], seed=1)}
-    trainer = make_trainer(tmp_path, make_target(), options=options, eval_strategy="steps", eval_steps=1)
-    trainer.train()
+    trainer = trained(tmp_path, make_target(), options=options, eval_strategy="steps", eval_steps=1)
     lines = [line for line in trainer.state.log_history if "eval_loss" in line]
     assert len(lines) == 2
     assert {"eval_head_0/loss", "eval_head_2/top5_given_earlier", "eval_acceptance_length/top1"} <= lines[0].keys()
@@ -400,35 +368,31 @@ def test_evaluation_logs_losses_and_acceptance_of_every_head(tmp_path: Path) -> 
 
 
 def test_the_card_says_what_was_measured(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, make_target(), options={"eval_dataset": random_ids([12, 9], seed=1)})
-    trainer.train()
+    def written() -> tuple[str, dict[str, Any]]:
+        trainer.create_model_card(dataset_name="some/dataset")
+        return (tmp_path / "README.md").read_text(), json.loads((tmp_path / "clover_results.json").read_text())
+
+    trainer = trained(tmp_path, make_target(), options={"eval_dataset": random_ids([12, 9], seed=1)})
     trainer.save_model()
-    trainer.create_model_card(dataset_name="some/dataset")
-    card, results = (tmp_path / "README.md").read_text(), json.loads((tmp_path / "clover_results.json").read_text())
+    card, results = written()
     assert "some/dataset" in card
     assert "assistant_model=heads" in card
     assert "Acceptance by head" not in card
     assert (results["training"]["steps"], results["training"]["tokens"]) == (2, 88)
     trainer.evaluate()
-    trainer.create_model_card(dataset_name="some/dataset")
-    card, results = (tmp_path / "README.md").read_text(), json.loads((tmp_path / "clover_results.json").read_text())
+    card, results = written()
     assert "Acceptance by head" in card
     assert len(results["acceptance"]["by_head"]) == 3
 
 
 def test_push_to_hub_pushes_the_folder_with_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed: list[tuple[Any, ...]] = []
-
-    def push(*args: Any, **options: Any) -> Any:
-        pushed.append((args, options))
-        return SimpleNamespace(repo_url=SimpleNamespace(repo_id=args[1]))
-
+    push = Mock(side_effect=lambda _, repo, **__: SimpleNamespace(repo_url=SimpleNamespace(repo_id=repo)))
     monkeypatch.setattr("hf_clover.training.trainer.push_folder", push)
     trainer = make_trainer(tmp_path, make_target(), hub_model_id="org/heads", hub_token="t")
     trainer.hub_model_id = "org/heads"
     trainer.push_to_hub(dataset_name="some/dataset")
-    (args, options), *others = pushed
-    assert not others
+    push.assert_called_once()
+    args, options = push.call_args
     assert args == (str(tmp_path), "org/heads")
     assert (options["token"], options["commit_message"]) == ("t", "End of training")
     assert options["results"]["training"]["datasets"] == ["some/dataset"]
@@ -440,16 +404,13 @@ def test_push_to_hub_pushes_the_folder_with_its_results(tmp_path: Path, monkeypa
 def test_metrics_equal_those_counted_by_hand() -> None:
     """Two heads: the first right 3 times in 4, the second once where the first was right, in 2 cases that count."""
 
-    class OneProcess:
-        def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-            return tensor
-
     ranks = torch.tensor([[[0, 0, 0, 5]], [[0, 3, 0, 0]]])
     mask = torch.tensor([[[1, 1, 1, 1]], [[1, 1, 0, 0]]]).bool()
     metrics = HeadMetrics(2)
     for _ in range(2):
         metrics.update(torch.tensor([8.0, 3.0]), mask.sum((1, 2)), count_hits(ranks, mask), torch.tensor(5))
-    values, tokens = metrics.compute(OneProcess())
+    one_process = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
+    values, tokens = metrics.compute(one_process)
     assert tokens == 10
     assert values["head_0/loss"] == pytest.approx(2.0)
     assert values["head_1/loss"] == pytest.approx(1.5)
