@@ -2,16 +2,17 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers import zoo
 from helpers.capturing import captures  # noqa: F401  (a fixture)
 from helpers.paths import LENGTHS, fed, nodes_as_if_alone, one_by_one, path_of
-from training.tiny import make_target, make_tokenizer, own_text
+from training.tiny import make_args, make_target, make_tokenizer, own_text
 
-from hf_clover import CloverTrainingConfig
 from hf_clover.targets.private_api import cache_name
 from hf_clover.training.teacher import Teacher
 
@@ -34,30 +35,16 @@ def fresh(kind: type[RivalHeads], target_name: str = "llama", **fields) -> Rival
 @pytest.fixture(scope="module", params=list(RIVALS))
 def trained(request, tmp_path_factory) -> tuple[RivalHeads, torch.nn.Module]:
     """Heads that have learned a little of what their target says."""
-    from datasets import Dataset
-
-    target = make_target()
-    texts = own_text(target)
-    kind = RIVALS[request.param]
+    target, kind = make_target(), RIVALS[request.param]
+    folder = tmp_path_factory.mktemp("rival")
     torch.manual_seed(0)
-    heads = kind.from_target(target)
-    args = CloverTrainingConfig(
-        output_dir=str(tmp_path_factory.mktemp("rival")),
-        max_steps=80,
-        learning_rate=1e-2,
-        per_device_train_batch_size=8,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
     trainer = kind.trainer(
-        model=heads,
+        model=kind.from_target(target),
         teacher_model=target,
-        args=args,
-        train_dataset=Dataset.from_dict({"input_ids": texts}),
+        args=make_args(
+            folder, max_steps=80, learning_rate=1e-2, per_device_train_batch_size=8, model_init_kwargs=None
+        ),
+        train_dataset=Dataset.from_dict({"input_ids": own_text(target)}),
         processing_class=make_tokenizer(),
     )
     trainer.train()
@@ -67,6 +54,11 @@ def trained(request, tmp_path_factory) -> tuple[RivalHeads, torch.nn.Module]:
 def starts_of(texts: list[list[int]]) -> torch.Tensor:
     """[3, 3]: the first tokens of three texts, one row with two columns of padding and one with one."""
     return torch.tensor([[0, 0, texts[0][0]], texts[1][:3], [0, *texts[2][:2]]])
+
+
+def write(target, heads: RivalHeads, prompts: torch.Tensor, nodes: int, **options) -> Any:
+    drafting = dict(assistant_model=heads, num_assistant_tokens=nodes, return_dict_in_generate=True)
+    return target.generate(prompts, **drafting, **options)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +73,7 @@ def test_tokens_equal_plain_and_drafts_are_accepted(trained, sampling, accepted)
     torch.manual_seed(1)
     plain = target.generate(prompts, **options)
     torch.manual_seed(1)
-    out = target.generate(
-        prompts, **options, assistant_model=heads, num_assistant_tokens=12, return_dict_in_generate=True
-    )
+    out = write(target, heads, prompts, 12, **options)
     assert out.sequences.tolist() == plain.tolist()
     assert out.speculation.method == "tree"
     assert out.speculation.accepted_tokens >= accepted  # of 90 tokens
@@ -116,8 +106,7 @@ def test_tokens_equal_plain_where_the_targets_forwards_are_graphs(trained, captu
     prompts = starts_of(own_text(target))
     options = dict(attention_mask=(prompts != 0).long(), max_new_tokens=30, eos_token_id=None)
     plain = target.generate(prompts, **options)
-    drafting = dict(assistant_model=heads, num_assistant_tokens=12, return_dict_in_generate=True)
-    out = target.generate(prompts, **options, **drafting)
+    out = write(target, heads, prompts, 12, **options)
     assert out.sequences.tolist() == plain.tolist()
     assert out.speculation.accepted_tokens >= 40  # of 90 tokens
     assert captures.replayed > 5
@@ -125,13 +114,9 @@ def test_tokens_equal_plain_where_the_targets_forwards_are_graphs(trained, captu
 
 @pytest.mark.parametrize("kind", RIVALS.values(), ids=RIVALS)
 def test_tokens_equal_plain_for_a_target_of_another_family(kind):
-    target = zoo.build("gpt_neox")
-    torch.manual_seed(0)
-    heads = kind.from_target(target).eval()
+    target, heads = zoo.build("gpt_neox"), fresh(kind, "gpt_neox")
     prompts = torch.tensor([[3, 4, 5, 6]])
-    out = target.generate(
-        prompts, max_new_tokens=40, assistant_model=heads, num_assistant_tokens=24, return_dict_in_generate=True
-    )
+    out = write(target, heads, prompts, 24, max_new_tokens=40)
     assert out.sequences.tolist() == target.generate(prompts, max_new_tokens=40).tolist()
     assert out.speculation.accepted_tokens > 0
 
@@ -217,9 +202,6 @@ def test_a_slot_depends_on_the_first_token_and_in_dspark_on_drafts():
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_loss_of_a_block_equals_a_plain_sum_over_its_slots(kind):
-    """`BlockTrainer`'s loss beside plain sums over all slots of its anchors."""
-    from types import SimpleNamespace
-
     target, heads = zoo.build("llama"), lively(kind)
     heads.bind(target)
     ids = torch.randint(1, 32, (2, 13))
@@ -286,7 +268,7 @@ def test_bfloat16_heads_give_plain_tokens_for_a_float32_target(kind):
     for layer in heads.modules():
         if isinstance(layer, torch.nn.Linear):
             layer.register_forward_pre_hook(lambda _, inputs: given.add(inputs[0].dtype))
-    out = target.generate(ids, assistant_model=heads, num_assistant_tokens=6, return_dict_in_generate=True, **options)
+    out = write(target, heads, ids, 6, **options)
     assert torch.equal(out.sequences, plain)
     assert sum(out.speculation.tree_sizes) > 0
     assert given == {torch.bfloat16}
@@ -297,8 +279,7 @@ def test_heads_draft_the_same_after_saving_and_loading(kind, tmp_path):
     target, heads = zoo.build("llama"), fresh(kind)
     heads.save_pretrained(tmp_path)
     loaded = kind.from_pretrained(tmp_path).eval().bind(target)
-    options = dict(max_new_tokens=20, num_assistant_tokens=8, return_dict_in_generate=True)
     prompts = torch.tensor([[3, 4, 5]])
-    before, after = (target.generate(prompts, **options, assistant_model=each) for each in (heads, loaded))
+    before, after = (write(target, each, prompts, 8, max_new_tokens=20) for each in (heads, loaded))
     assert before.speculation.accepted_by_depth == after.speculation.accepted_by_depth
     assert not any("embed" in name or "lm_head" in name for name in loaded.state_dict())
