@@ -36,8 +36,8 @@ def folder(saved, tmp_path) -> Path:
     return Path(shutil.copytree(saved / "heads", tmp_path / "heads"))
 
 
-def change_config(folder: Path, **fields) -> None:
-    path = folder / "config.json"
+def change_config(folder: Path, name: str = "config.json", /, **fields) -> None:
+    path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
@@ -68,11 +68,8 @@ IMPOSSIBLE = [
     (dict(num_augmenting_layers=64, intermediate_size=1 << 20, hidden_size=1 << 12), "hidden_size=4096.*parameters"),
     (dict(num_heads=64, hidden_size=1 << 15), "hidden_size=32768.*parameters"),
     (dict(vocab_size=1 << 40), "vocab_size="),
-    (dict(hidden_size="16"), "hidden_size='16'"),
     (dict(hidden_size=[16]), r"hidden_size=\[16\]"),
-    (dict(variant="clover-9"), "variant='clover-9'"),
     (dict(draft_vocab_size=25), "draft_vocab_size=25"),
-    (dict(draft_vocab_size=-1), "draft_vocab_size=-1"),
     (dict(target_name_or_path="org/target\n---\nlicense: none"), "target_name_or_path=.*printable"),
     (dict(target_name_or_path="\x1b[31mred"), "target_name_or_path=.*printable"),
     (dict(target_revision="a" * 100_000), "target_revision=.*printable"),
@@ -225,9 +222,7 @@ def test_fields_and_dtype_may_be_changed_when_loading(folder):
 
 def test_adapters_load_alike_by_peft_and_by_automodel(saved):
     heads = PeftModel.from_pretrained(AutoModel.from_pretrained(saved / "heads"), saved / "adapter")
-    path, config = saved / "adapter" / "adapter_config.json", None
-    config = json.loads(path.read_text()) | {"base_model_name_or_path": str(saved / "heads")}
-    path.write_text(json.dumps(config))
+    change_config(saved / "adapter", "adapter_config.json", base_model_name_or_path=str(saved / "heads"))
     other = AutoModel.from_pretrained(saved / "adapter")
     assert type(other) is CloverHeads
     x, ids = torch.rand(1, 3, 16), torch.tensor([[1, 2, 3]])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from datasets import Dataset, load_dataset
@@ -17,13 +18,8 @@ from hf_clover.training import EndpointAnswers, TargetAnswers, regenerate
 pytestmark = pytest.mark.long("hf_clover/network")
 
 PROMPTS = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4", "w5 w6", "w7 w8 w9 w10", "w11"]})
-CHATS = Dataset.from_dict(
-    {
-        "messages": [
-            [{"role": "user", "content": f"w{i}"}, {"role": "assistant", "content": "w40"}] * 2 for i in range(3)
-        ]
-    }
-)
+ANSWER = {"role": "assistant", "content": "w40"}
+CHATS = Dataset.from_dict({"messages": [[{"role": "user", "content": f"w{i}"}, ANSWER] * 2 for i in range(3)]})
 
 
 class Echo:
@@ -178,10 +174,7 @@ def test_an_endpoint_is_asked_with_its_settings_and_answers_are_kept(tmp_path: P
 def test_ctrl_c_and_exit_are_not_kept_as_answers_of_an_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
-    def ends(self: EndpointAnswers, prompt: Any) -> str:
-        raise kind
-
-    monkeypatch.setattr(EndpointAnswers, "_answer", ends)
+    monkeypatch.setattr(EndpointAnswers, "_answer", Mock(side_effect=kind))
     with pytest.raises(kind):
         regenerate(PROMPTS, EndpointAnswers("http://127.0.0.1:9/v1", "target"), tmp_path)
     assert not (tmp_path / ".progress" / "answers-00000.jsonl").read_text()

@@ -121,12 +121,8 @@ def test_a_dataset_file_is_read_and_a_missing_split_refused(workdir: Path, monke
 
 def test_the_help_describes_heads_and_not_fine_tuning() -> None:
     said = " ".join(script.make_parser().format_help().split())
-    for untrue in (
-        "Works only with LoRA",
-        "instruction fine-tuning",
-        "for weights initialization",
-        "throughput by ~20",
-    ):
+    of_fine_tuning = ("Works only with LoRA", "instruction fine-tuning", "for weights initialization")
+    for untrue in (*of_fine_tuning, "throughput by ~20"):
         assert untrue not in said
     assert "Load the target in 4 bits" in said
     assert "Heads to go on with" in said
@@ -137,9 +133,8 @@ def test_a_mistyped_path_is_an_error_at_once(workdir: Path, name: str, monkeypat
     monkeypatch.chdir(workdir)
     with pytest.raises(ValueError, match=f"the dataset {name!r} is not here: there is no such file or folder"):
         script.main(write_config(workdir, dataset_name=name))
-    fields = {"teacher_model_name_or_path": "./nowhere"}
     with pytest.raises(ValueError, match=r"the target '\./nowhere' is not here"):
-        script.main(write_config(workdir, **fields))
+        script.main(write_config(workdir, teacher_model_name_or_path="./nowhere"))
     with pytest.raises(ValueError, match=r"the heads '\./nowhere' is not here"):
         script.main(write_config(workdir, model_name_or_path="./nowhere", model_init_kwargs=None))
 
