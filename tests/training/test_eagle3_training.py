@@ -8,35 +8,18 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from training.tiny import make_target, make_tokenizer, own_text
+from training.tiny import make_target, make_trainer, own_text
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_clover import CloverTrainer, CloverTrainingConfig, Eagle3Heads, load_heads
+from hf_clover import CloverTrainer, Eagle3Heads, load_heads
 
 VECTORS = Path(__file__).parents[1] / "reference_vectors" / "eagle3" / "llama_reduced" / "heads"
 
 
 def trainer_of(heads, target, texts, folder, peft_config=None, **settings) -> CloverTrainer:
-    args = CloverTrainingConfig(
-        output_dir=str(folder),
-        per_device_train_batch_size=8,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **settings,
-    )
-    data = Dataset.from_dict({"input_ids": texts})
-    return CloverTrainer(
-        model=heads,
-        teacher_model=target,
-        args=args,
-        train_dataset=data,
-        processing_class=make_tokenizer(),
-        peft_config=peft_config,
-    )
+    options = {"model": heads, "peft_config": peft_config}
+    settings = {"per_device_train_batch_size": 8, "model_init_kwargs": None, **settings}
+    return make_trainer(folder, target, Dataset.from_dict({"input_ids": texts}), options=options, **settings)
 
 
 def accepted(target, heads, prompt: list[int]) -> int:
@@ -72,7 +55,7 @@ def test_an_adapter_on_eagle3_heads_drafts_the_same_after_loading(own, tmp_path)
         heads.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     heads.save_pretrained(tmp_path / "heads")
     before = accepted(target, heads.eval(), texts[0][:3])
-    settings = {"max_steps": 40, "learning_rate": 2e-2, "model_init_kwargs": None}
+    settings = {"max_steps": 40, "learning_rate": 2e-2}
     trainer = trainer_of(heads, target, texts, tmp_path / "adapter", LoraConfig(r=16), **settings)
     trainer.train()
     trainer.save_model()
