@@ -14,12 +14,16 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import command_line
 from helpers.tiny_text import CHAT_TEMPLATE, END, PROMPT, make_tokenizer
+from huggingface_hub import HfApi
 from rich.console import Console
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
@@ -28,6 +32,8 @@ from hf_clover.apps.chat import Conversation, ConversationFull, chat
 from hf_clover.apps.live import LiveStreamer
 from hf_clover.cli import inputs
 from hf_clover.measure.step_record import StepRecord
+from hf_clover.measure.tables import notes_of, tables_of
+from hf_clover.targets.loading import check_path
 from hf_clover.training import online
 
 pytestmark = pytest.mark.long
@@ -59,6 +65,12 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online, "WINDOW", 16)
 
 
+def tokenizer_with(template: str | None):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def continuation(target, text: str, new: int, ids: list[int] | None = None, **options) -> str:
     """Plain generate's, of a text or of ids."""
     tokenizer = make_tokenizer()
@@ -71,7 +83,7 @@ def continuation(target, text: str, new: int, ids: list[int] | None = None, **op
 # ---------------------------------------------------------------------- what all commands have
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "benchmark", "plot", "regenerate", "push"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "benchmark", "verify", "plot", "regenerate", "push"])
 def test_every_help_has_an_example(command):
     said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.split())
     assert f"Example: hf-clover {command}" in said
@@ -85,12 +97,9 @@ def test_the_version_flag_prints_the_package_version(run):
 def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, command):
     monkeypatch.setattr(inputs, "EXAMPLES", tmp_path)
     said = run(command, stdin=PROMPT)
-    assert (said.code, said.out) == (2, "")
-    assert (
-        said.err
-        == f"hf-clover: there is no stand-in at {tmp_path / 'stand_in'}: pass `--target`, a model's id "
-        + ("or its folder.\n")
-    )
+    way_out = "pass `--target`, a model's id or its folder."
+    message = f"hf-clover: there is no stand-in at {tmp_path / 'stand_in'}: {way_out}\n"
+    assert (said.code, said.out, said.err) == (2, "", message)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "runs/a/heads", "haeds.jsonl"])
@@ -110,10 +119,6 @@ def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(run, folder, monkey
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_name_that_may_be_a_path_or_an_id_costs_one_request_to_the_hub(tmp_path, monkeypatch, is_there):
     """`runs/haeds` beside a folder `runs` may be mistyped, or an id. The Hub says which, in one request."""
-    from huggingface_hub import HfApi
-
-    from hf_clover.targets.loading import check_path
-
     asked = []
 
     def repo_info(self, repo_id, **options):
@@ -137,8 +142,6 @@ def test_a_name_that_may_be_a_path_or_an_id_costs_one_request_to_the_hub(tmp_pat
 
 
 def test_ids_of_the_hub_pass_the_check_for_mistyped_paths(tmp_path, monkeypatch):
-    from hf_clover.targets.loading import check_path
-
     monkeypatch.chdir(tmp_path)
     for name in ("org/model", "model", "Qwen/Qwen3-0.6B", "org/v1.5"):
         check_path(name, "target")
@@ -182,12 +185,6 @@ def test_a_users_mistake_gives_one_line_and_exit_code_2(run, folder, words, mess
     assert line.startswith("hf-clover: ")
     assert message in line
     assert "Traceback" not in said.err
-
-
-def test_a_missing_target_is_named_in_the_last_line_of_the_error(run, tmp_path):
-    said = run("generate", "a", "--target", str(tmp_path / "nothing"))
-    assert said.code == 2
-    assert "nothing" in said.err.strip().splitlines()[-1]
 
 
 def test_a_half_precision_target_loads_in_float32_on_a_cpu_unless_asked(folder, target, tmp_path):
@@ -314,41 +311,36 @@ def test_the_line_after_an_answer_has_the_speed_over_plain_steps(target, heads):
 
 def test_chat_ends_at_the_end_of_its_input(run, models):
     said = run("chat", *models, stdin="")
-    assert (said.code, said.err.strip().splitlines()[-1:] == ["Traceback"]) == (0, False)
-
-
-class Spy:
-    """The number of positions in each forward of a target."""
-
-    def __init__(self, target):
-        self.widths: list[int] = []
-        self.hook = target.register_forward_pre_hook(self.look, with_kwargs=True)
-
-    def look(self, _, args, kwargs):
-        self.widths.append(kwargs["input_ids"].shape[1])
+    assert said.code == 0
+    assert "Traceback" not in said.err
 
 
 @pytest.fixture
-def spy(target):
-    spy = Spy(target)
-    yield spy
-    spy.hook.remove()
+def widths(target):
+    """The number of positions in each forward of the target."""
+    widths: list[int] = []
+
+    def look(_, args, kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
+
+    hook = target.register_forward_pre_hook(look, with_kwargs=True)
+    yield widths
+    hook.remove()
 
 
 @pytest.mark.parametrize("with_heads", [True, False])
 @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
-def test_a_turn_runs_the_target_over_new_tokens_only(target, heads, spy, with_heads, template):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
+def test_a_turn_runs_the_target_over_new_tokens_only(target, heads, widths, with_heads, template):
+    tokenizer = tokenizer_with(template)
     conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30, do_sample=False)
     known, accepted = 0, 0
     for text in ("def f(x):", "abc", "x = é"):
-        spy.widths.clear()
+        widths.clear()
         record = StepRecord()
         before = len(conversation.ids)
         out = conversation.answer(text, record)
         prompt = out.sequences[0, : -len(record.tokens)].tolist()
-        assert spy.widths[0] == len(prompt) - known, "all but what the cache holds"
+        assert widths[0] == len(prompt) - known, "all but what the cache holds"
         assert known == max(before - 1, 0)
         answer = tokenizer.decode(record.tokens, skip_special_tokens=True)
         assert answer == continuation(target, "", 30, ids=prompt)
@@ -367,37 +359,33 @@ def test_heads_draft_a_second_turn_as_if_the_conversation_were_one_prompt(target
     assert out.speculation.accepted_tokens == as_one.speculation.accepted_tokens > 0
 
 
-def test_an_end_of_text_token_is_dropped_where_the_text_goes_on(target, heads):
+def test_an_end_of_text_token_is_dropped_where_the_text_goes_on(target, heads, monkeypatch):
     """Without a template. One that writes the token keeps it."""
     ids = make_tokenizer()(PROMPT).input_ids
     ends_after = target.generate(torch.tensor([ids]), max_new_tokens=20)[0, -1].item()
     conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=30)
-    target.generation_config.eos_token_id = [ends_after, END]
-    try:
-        out = conversation.answer(PROMPT, StepRecord())
-        assert out.sequences[0, -1] == ends_after
-        assert conversation.ids == out.sequences[0, :-1].tolist()
-        again = conversation.answer("abc", StepRecord())
-        assert again.sequences[0, : len(conversation.ids)].tolist()[: len(ids)] == ids
-        assert conversation.cache is not None
-    finally:
-        target.generation_config.eos_token_id = END
+    monkeypatch.setattr(target.generation_config, "eos_token_id", [ends_after, END])
+    out = conversation.answer(PROMPT, StepRecord())
+    assert out.sequences[0, -1] == ends_after
+    assert conversation.ids == out.sequences[0, :-1].tolist()
+    again = conversation.answer("abc", StepRecord())
+    assert again.sequences[0, : len(ids)].tolist() == ids
+    assert conversation.cache is not None
 
 
-def test_a_template_that_rewrites_answers_keeps_the_cache_of_what_is_the_same(target, heads, spy):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (  # earlier answers are shortened, as Qwen3's are without their thoughts
+def test_a_template_that_rewrites_answers_keeps_the_cache_of_what_is_the_same(target, heads, widths):
+    tokenizer = tokenizer_with(  # earlier answers are shortened, as Qwen3's are without their thoughts
         "{% for m in messages %}[{{ m.content[:9] if m.role == 'assistant' else m.content }}]{% endfor %}"
     )
     conversation = Conversation(target, tokenizer, heads, max_new_tokens=30)
     first = conversation.answer("def f(x):", StepRecord()).sequences[0].tolist()
-    spy.widths.clear()
+    widths.clear()
     record = StepRecord()
     out = conversation.answer("abc", record)
     prompt = out.sequences[0, : -len(record.tokens)].tolist()
     same = next(i for i, (a, b) in enumerate(zip(first, prompt)) if a != b)
     assert 0 < same < len(prompt)
-    assert spy.widths[0] == len(prompt) - same
+    assert widths[0] == len(prompt) - same
     assert tokenizer.decode(record.tokens, skip_special_tokens=True) == continuation(target, "", 30, ids=prompt)
 
 
@@ -409,9 +397,7 @@ def test_a_full_conversation_is_refused_and_goes_on_after_clear(target, heads):
     out = conversation.answer("a" * (room - 5), StepRecord())
     assert out.sequences.shape[1] == room
     console = Console(file=io.StringIO(), width=200)
-    lines = iter(["more", "/clear", "abc"])
-    with pytest.raises(StopIteration):
-        chat(conversation, console, read=lambda: next(lines))
+    chat(conversation, console, Mock(side_effect=["more", "/clear", "abc", EOFError]))
     assert "/clear begins a new one" in console.file.getvalue()
     assert len(FIGURES.findall(console.file.getvalue())) == 1
 
@@ -421,36 +407,25 @@ def test_a_full_conversation_is_refused_and_goes_on_after_clear(target, heads):
 @pytest.mark.parametrize("at", [0, 1, 12])
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, monkeypatch, with_heads, template, at):
     """At the forward of that number, in the middle of it: the next turn is plain generate's on what was said."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
+    tokenizer = tokenizer_with(template)
     conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30)
     conversation.answer("def f(x):", StepRecord())
     said_before = list(conversation.ids)
 
-    forwards = 0
-
-    def interrupt(*_):
-        nonlocal forwards
-        forwards += 1
-        if forwards == at + 1:
-            raise KeyboardInterrupt
-
-    console = Console(file=io.StringIO(), width=200)
-    lines = iter(["abc", "xyz"])
+    interrupt = Mock(side_effect=[*[None] * at, KeyboardInterrupt])
 
     def read():
-        line = next(lines, None)
-        if line == "abc":
-            read.hook = target.model.layers[1].register_forward_pre_hook(interrupt)
-        else:
-            read.hook.remove()
-        if line is None:
-            raise EOFError
-        return line
+        """Only the first line's answer is interrupted."""
+        hook = target.model.layers[1].register_forward_pre_hook(interrupt)
+        yield "abc"
+        hook.remove()
+        yield "xyz"
+        raise EOFError
 
+    console = Console(file=io.StringIO(), width=200)
     prompts, asked = [], Conversation._asked
     monkeypatch.setattr(Conversation, "_asked", lambda self, text: prompts.append(asked(self, text)) or prompts[-1])
-    chat(conversation, console, read)
+    chat(conversation, console, Mock(side_effect=read()))
     shown = console.file.getvalue()
     assert shown.count("stopped; ") == 1
     stopped, complete = FIGURES.findall(shown)
@@ -466,12 +441,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, mon
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave(target):
     console = Console(file=io.StringIO())
-    calls = iter([KeyboardInterrupt, EOFError])
-
-    def read():
-        raise next(calls)
-
-    chat(Conversation(target, make_tokenizer()), console, read)
+    chat(Conversation(target, make_tokenizer()), console, Mock(side_effect=[KeyboardInterrupt, EOFError]))
     assert "/exit or Ctrl-D leaves" in console.file.getvalue()
 
 
@@ -512,8 +482,6 @@ LEARNED = re.compile(
 
 
 def state_of(learning: Path) -> dict:
-    from safetensors import safe_open
-
     with safe_open(learning / "learner.safetensors", framework="pt") as file:
         return json.loads(file.metadata()["learner"])
 
@@ -568,35 +536,22 @@ def test_chat_goes_on_learning_where_it_stopped_and_stores_no_text(run, folder, 
     assert not files_with(text, tmp_path / "mine")
 
 
-def test_chat_learns_while_it_waits_and_stops_when_a_line_comes(target, heads):
-    class Learner:
-        states: list[str] = []
+def test_chat_learns_while_it_waits_and_stops_when_a_line_comes(target, heads, monkeypatch):
+    states = []
 
-        @contextmanager
-        def idle(self):
-            self.states.append("learns")
-            try:
-                yield
-            finally:
-                self.states.append("stops")
+    @contextmanager
+    def idle():
+        states.append("learns")
+        try:
+            yield
+        finally:
+            states.append("stops")
 
-    learner = Learner()
     conversation = Conversation(target, make_tokenizer(), heads, max_new_tokens=3)
-    conversation.answer = lambda *_: learner.states.append("answers")
-    lines = iter(["abc", KeyboardInterrupt, EOFError])
-
-    def read():
-        line = next(lines)
-        if line in (KeyboardInterrupt, EOFError):
-            raise line
-        return line
-
-    heads.learner = learner
-    try:
-        chat(conversation, Console(file=io.StringIO()), read)
-    finally:
-        heads.learner = None
-    assert learner.states == ["learns", "stops", "answers", *["learns", "stops"] * 2]
+    conversation.answer = lambda *_: states.append("answers")
+    monkeypatch.setattr(heads, "learner", SimpleNamespace(idle=idle))
+    chat(conversation, Console(file=io.StringIO()), Mock(side_effect=["abc", KeyboardInterrupt, EOFError]))
+    assert states == ["learns", "stops", "answers", *["learns", "stops"] * 2]
 
 
 def test_generate_with_learn_keeps_the_text_and_counts_tokens(run, folder, models, target, tmp_path, short_steps):
@@ -698,9 +653,8 @@ def test_time_after_an_answer_does_not_count_as_its_time(target, heads):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_ctrl_c_signal_stops_one_answer_of_a_chat_process(models):
-    process = start(
-        "chat", *models, "--temperature", "0", "--max-new-tokens", "500"
-    )  # the second answer is written to its end
+    words = ["--temperature", "0", "--max-new-tokens", "500"]  # the second answer is written to its end
+    process = start("chat", *models, *words)
     process.stdin.write(b"def f(x):\n")
     process.stdin.flush()
     read_until(process, b"continued; /help lists the commands\n")
@@ -794,8 +748,6 @@ def test_the_benchmark_table_shows_settings_that_vary_and_skipped_methods(run, m
 
 
 def test_notes_and_table_report_differences_with_their_margin():
-    from hf_clover.measure.tables import notes_of, tables_of
-
     row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
     speed = {"tokens_per_second": 50.0, "tokens_per_second_range": [40.0, 60.0], "tokens_per_forward": 2.0}
     speed |= {"speedup": 1.5, "efficiency": 0.75, "acceptance_by_depth": [0.5]}
