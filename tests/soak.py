@@ -21,7 +21,6 @@ import argparse
 import inspect
 import json
 import logging
-import os
 import random
 import time
 import traceback
@@ -38,6 +37,7 @@ import torch
 from helpers.capturing import Captures
 from helpers.noticed import Events, are_near, kept_of
 from helpers.oracle import planted
+from helpers.own_process import memory_in_mib
 from helpers.zoo import ZOO, build, ragged_batch
 from transformers import (
     DynamicCache,
@@ -63,14 +63,8 @@ EXACT = torch.float64
 TARGETS = [(name, attention) for name, case in ZOO.items() if case.available for attention in case.attn]
 # A token's expert is a choice of its own, which rounding may turn; here a difference could only be explained away.
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "llama4_tuned", "qwen3_next", "jamba")
-NO_DOUBLE = (
-    "qwen3_next",
-    "mamba",
-    "jamba",
-    "bamba",
-    "recurrent_gemma",
-    "rwkv",
-)  # their kernels are of single precision
+# Their kernels are of single precision.
+NO_DOUBLE = ("qwen3_next", "mamba", "jamba", "bamba", "recurrent_gemma", "rwkv")
 TYPED = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj")  # whose forward takes token types
 CONVOLVED = ("lfm2",)  # whose cache is nothing without its config
 SINGLE = (*NO_DOUBLE, "gpt_neo")  # which casts queries and keys
@@ -296,17 +290,8 @@ def _turning(kind: type[PreTrainedModel], own_inputs: str) -> type[PreTrainedMod
 
 
 @lru_cache(maxsize=300)
-def heads_of(
-    name: str,
-    attention: str,
-    dtype: str,
-    variant: str,
-    has_draft_vocabulary: bool,
-    own_inputs: str | None = None,
-    heads_dtype: str | None = None,
-) -> DraftHeads:
+def heads_of(target: PreTrainedModel, variant: str, has_draft_vocabulary: bool, heads_dtype: str | None) -> DraftHeads:
     size = VOCABULARY // 2 if has_draft_vocabulary else None
-    target = target_of(name, attention, dtype, own_inputs)
     kind, own = (Eagle3Heads, {}) if variant == EAGLE else (CloverHeads, {"variant": variant})
     heads = kind.from_target(target, **own, draft_vocab_size=size)
     if has_draft_vocabulary:
@@ -343,21 +328,16 @@ def run(case: Case) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _play(case, outcome)
+            target = target_of(case.target, case.attention, case.dtype, case.own_inputs)
+            with surroundings(case):
+                _play(case, target, outcome)
     except Exception:
         outcome.error = traceback.format_exc()
     return outcome
 
 
-def _play(case: Case, outcome: Outcome) -> None:
-    target = target_of(case.target, case.attention, case.dtype, case.own_inputs)
-    with surroundings(case):
-        _play_in(case, target, outcome)
-
-
-def _play_in(case: Case, target: PreTrainedModel, outcome: Outcome) -> None:
-    which = (case.target, case.attention, case.dtype, case.variant, case.draft_vocabulary)
-    heads = heads_of(*which, case.own_inputs, case.heads_dtype)
+def _play(case: Case, target: PreTrainedModel, outcome: Outcome) -> None:
+    heads = heads_of(target, case.variant, case.draft_vocabulary, case.heads_dtype)
     heads.config.draft_tree = case.tree
     try:
         plain = _talk(case, target, None, None)
@@ -378,13 +358,13 @@ def _play_in(case: Case, target: PreTrainedModel, outcome: Outcome) -> None:
 def _talk(case: Case, target: PreTrainedModel, heads: DraftHeads | None, truth: list[torch.Tensor] | None) -> Said:
     said, kept = Said(), None
     inputs = ragged_batch(VOCABULARY, tuple(case.lengths), case.seed)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    ids, mask, config = *inputs.values(), target.config.get_text_config(decoder=True)
     if case.cache == "users dynamic":
-        kept = DynamicCache(config=target.config.get_text_config(decoder=True))
+        kept = DynamicCache(config=config)
     elif case.cache == "users without config":
         kept = DynamicCache()
     elif case.cache == "users static":
-        kept = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=120)
+        kept = StaticCache(config=config, max_cache_len=120)
     torch.manual_seed(case.seed)
     for turn, (new, with_heads) in enumerate(case.turns):
         if case.records and turn:
@@ -505,12 +485,6 @@ def soak(state: State, minutes: float | None = None, count: int | None = None) -
         state.count(case, outcome, time.monotonic() - begun)
         done += 1
         yield case, outcome
-
-
-def memory_in_mib() -> int:
-    """That this process holds now; 0 where the system does not say."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20 if file.exists() else 0
 
 
 def main() -> None:

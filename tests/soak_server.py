@@ -15,8 +15,10 @@ Exits with 1 where there was one.
 
 import argparse
 import http.client
+import itertools
 import json
 import logging
+import math
 import random
 import subprocess
 import sys
@@ -24,14 +26,15 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.own_process import memory_in_mib
 from helpers.tiny_text import ASCII, CHAT_TEMPLATE, PROMPT, save_folders
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,35 +61,13 @@ TEMPLATES = [
 CONFIGS: list[Any] = [
     *(5, [1], "null", "[1]", "{", "5", '"x"', {"num_return_sequences": 100_000}, {"num_beams": 50}),
     *({"max_length": 10**12}, {"min_new_tokens": 10**9, "max_new_tokens": 4}, {"cache_implementation": "static"}),
-    *(
-        {"temperature": "hot"},
-        {"top_k": -5},
-        {"eos_token_id": [10**9]},
-        {"bad_words_ids": [[[]]]},
-        {"use_cache": False},
-    ),
-    *({"suppress_tokens": [*range(40)]}, {"no_repeat_ngram_size": 1}, {"watermarking_config": {}}, {"max_time": -1}),
+    *({"temperature": "hot"}, {"top_k": -5}, {"eos_token_id": [10**9]}, {"bad_words_ids": [[[]]]}),
+    *({"use_cache": False}, {"suppress_tokens": [*range(40)]}, {"no_repeat_ngram_size": 1}),
+    *({"watermarking_config": {}}, {"max_time": -1}),
 ]
 ODD: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        0,
-        -1,
-        1,
-        2**31,
-        2**64,
-        10**400,
-        1.5,
-        1e308,
-        "",
-        "x",
-        "\ud800",
-        "x\udfff",
-        "\x00",
-        "a" * 3000,
-    ),
+    *(None, True, False, 0, -1, 1, 2**31, 2**64, 10**400, 1.5, 1e308),
+    *("", "x", "\ud800", "x\udfff", "\x00", "a" * 3000),
     *([], {}, [1], [None], ["x"], [[]], [{}], {"a": 1}, {"type": "text"}, [{"type": "text"}], [{"role": "user"}]),
     *([{"role": 5}], [{"type": "function_call"}], {"function": None}, [[[[[[[[[1]]]]]]]]]),
 ]
@@ -145,9 +126,8 @@ def draw(seed: int) -> Attack:
     elif attack.kind == "inside":
         _spoil(body, rng)
     elif attack.kind == "key":
-        attack.headers |= {
-            "authorization": rng.choice(["", "Bearer", "Bearer sesam", f"Basic {KEY}", f"Bearer {KEY}x"])
-        }
+        keys = ["", "Bearer", "Bearer sesam", f"Basic {KEY}", f"Bearer {KEY}x"]
+        attack.headers["authorization"] = rng.choice(keys)
         attack.statuses = (401,)
     elif attack.kind == "leaves":
         body["max_tokens" if route != "input" else "max_output_tokens"] = 3000
@@ -156,19 +136,10 @@ def draw(seed: int) -> Attack:
         attack.headers |= {rng.choice(["content-type", "x-request-id"]): rng.choice(["text/plain", "a b", "x" * 500])}
     content = json.dumps(body).encode()
     if attack.kind == "bytes":
-        content = rng.choice(
-            [
-                rng.randbytes(rng.randrange(200)),
-                content[: rng.randrange(len(content))],
-                b"[" * 50_000,
-                b'{"a":' * 50_000,
-                b"9" * 5000,
-                b'{"prompt": "\xff\xfe"}',
-                b'{"prompt": 1e999, "top_p": NaN}',
-                content.replace(b'"', b"'"),
-                b"",
-            ]
-        )
+        contents = [rng.randbytes(rng.randrange(200)), content[: rng.randrange(len(content))]]
+        contents += [b"[" * 50_000, b'{"a":' * 50_000, b"9" * 5000, b'{"prompt": "\xff\xfe"}']
+        contents += [b'{"prompt": 1e999, "top_p": NaN}', content.replace(b'"', b"'"), b""]
+        content = rng.choice(contents)
         attack.statuses = (400, 413)
     elif attack.leaves is not None and rng.random() < 0.3:
         attack.headers["content-length"] = str(len(content) + 1000)  # of which the rest never comes
@@ -261,10 +232,8 @@ def serve(folder: Path) -> None:
     preparing.SECONDS = SECONDS
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     tokenizer.chat_template = CHAT_TEMPLATE
-    target, heads = (
-        AutoModelForCausalLM.from_pretrained(folder / "target"),
-        CloverHeads.from_pretrained(folder / "heads"),
-    )
+    target = AutoModelForCausalLM.from_pretrained(folder / "target")
+    heads = CloverHeads.from_pretrained(folder / "heads")
     heads.generation_config.num_assistant_tokens = 8
     app = serving.make_app(target, tokenizer, heads, NAME, api_key=KEY, allow_chat_templates=True)
     with running(app) as port:
@@ -294,14 +263,6 @@ def get(port: int, path: str, timeout: float = 60.0) -> dict[str, Any]:
         return json.loads(client.getresponse().read())
     finally:
         client.close()
-
-
-def memory(pid: int) -> int:
-    """MiB; 0 where that cannot be known."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 >> 20
-    except OSError:
-        return 0
 
 
 class Health(threading.Thread):
@@ -346,18 +307,20 @@ def alone(folder: Path) -> dict[str, str]:
     return texts
 
 
-def soak(seeds: Iterator[int], minutes: float | None = None, count: int | None = None) -> Found:
+def soak(seeds: Iterator[int], minutes: float = math.inf, count: int | None = None) -> Found:
     found = Found()
     with tempfile.TemporaryDirectory() as kept:
         folder = save_folders(Path(kept), says=ASCII)
         texts = alone(folder)
         with served(folder) as (port, pid), ThreadPoolExecutor(CLIENTS) as clients:
-            warm = [clients.submit(run, draw(seed), port, texts) for seed in range(40)]
-            wait(warm)
-            before, health = memory(pid), Health(port)
+
+            def start(attack: Attack) -> Future:
+                return clients.submit(run, attack, port, texts)
+
+            wait([start(draw(seed)) for seed in range(40)])  # what it loads once does not count
+            before, health = memory_in_mib(pid), Health(port)
             health.start()
-            deadline = None if minutes is None else time.monotonic() + 60 * minutes
-            _attack(found, seeds, port, texts, clients, deadline, count)
+            _attack(found, seeds, start, time.monotonic() + 60 * minutes, count)
             _look_back(found, port, health, before, pid)
     return found
 
@@ -365,36 +328,34 @@ def soak(seeds: Iterator[int], minutes: float | None = None, count: int | None =
 def _attack(
     found: Found,
     seeds: Iterator[int],
-    port: int,
-    texts: dict[str, str],
-    clients: ThreadPoolExecutor,
-    deadline: float | None,
+    start: Callable[[Attack], Future],
+    deadline: float,
     count: int | None,
 ) -> None:
-    left: dict[Any, Attack] = {}
+    left: dict[Future, Attack] = {}
     shown = time.monotonic()
-    for done, seed in enumerate(seeds):
-        if (deadline is not None and time.monotonic() > deadline) or done == count:
+    for seed in itertools.islice(seeds, count):
+        if time.monotonic() > deadline:
             break
         attack = draw(seed)
-        left[clients.submit(run, attack, port, texts)] = attack
+        left[start(attack)] = attack
         while len(left) >= CLIENTS:
-            _count(found, left, FIRST_COMPLETED)
+            _count(found, left)
         if time.monotonic() - shown > 30:
-            print(f"{sum(found.tried.values())} attacks, {len(found.faults)} faults", flush=True)
+            print(f"{found.tried.total()} attacks, {len(found.faults)} faults", flush=True)
             shown = time.monotonic()
     while left:
-        _count(found, left, FIRST_COMPLETED)
+        _count(found, left)
 
 
-def _count(found: Found, left: dict[Any, Attack], when: str) -> None:
-    for future in wait(left, return_when=when).done:
+def _count(found: Found, left: dict[Future, Attack]) -> None:
+    """Those that are over, of which there is at least one."""
+    for future in wait(left, return_when=FIRST_COMPLETED).done:
         attack = left.pop(future)
         found.tried[attack.kind] += 1
         if fault := future.result():
-            found.faults.append(
-                f"{attack.kind}: {fault}\n    `python tests/soak_server.py --case {attack.seed}` repeats it"
-            )
+            repeat = f"`python tests/soak_server.py --case {attack.seed}` repeats it"
+            found.faults.append(f"{attack.kind}: {fault}\n    {repeat}")
             print(found.faults[-1], flush=True)
 
 
@@ -409,7 +370,7 @@ def _look_back(found: Found, port: int, health: Health, before: int, pid: int) -
     health.join(HEALTH_SECONDS + 5)
     if health.fault:
         found.faults.append(health.fault)
-    after = memory(pid)
+    after = memory_in_mib(pid)
     if after > before + MOST_GROWTH:
         found.faults.append(f"the server kept {after - before} MiB")
     if found.tried["seeded"] > 20 and not counts["accepted_tokens"]:
@@ -435,9 +396,10 @@ def main() -> None:
         print(str(draw(arguments.case))[:2000])
         found = soak(iter([arguments.case]))
     else:
-        minutes = 5.0 if arguments.minutes is None and arguments.count is None else arguments.minutes
-        found = soak(iter(range(arguments.seed, sys.maxsize)), minutes, arguments.count)
-    print(f"{sum(found.tried.values())} attacks: {dict(found.tried.most_common())}")
+        minutes = 5.0 if arguments.count is None else math.inf
+        minutes = minutes if arguments.minutes is None else arguments.minutes
+        found = soak(itertools.count(arguments.seed), minutes, arguments.count)
+    print(f"{found.tried.total()} attacks: {dict(found.tried.most_common())}")
     print(f"left behind: {found.said}")
     print(f"{len(found.faults)} faults", *found.faults, sep="\n")
     raise SystemExit(bool(found.faults))

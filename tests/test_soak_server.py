@@ -9,6 +9,7 @@ from soak_server import Attack, draw, judge
 pytestmark = pytest.mark.long("hf_clover/apps")
 
 JSON, STREAM = "application/json", "text/event-stream"
+FIELDS = ("message", "type", "param", "code")
 
 
 def test_random_attacks_find_no_fault(request):
@@ -27,12 +28,7 @@ def test_random_attacks_find_no_fault(request):
         (200, JSON, b"{}", "no answer"),
         (200, JSON, b"oops", "no JSON"),
         (400, JSON, b'{"detail": [{"input": "all of it"}]}', "no error object"),
-        (
-            400,
-            JSON,
-            json.dumps({"error": dict.fromkeys(("message", "type", "param", "code"), "x" * 999)}),
-            "bytes: 400",
-        ),
+        (400, JSON, json.dumps({"error": dict.fromkeys(FIELDS, "x" * 999)}).encode(), "bytes: 400"),
         (200, JSON, b'{"choices": [{"text": "b"}]}', "the seeded text 'b' instead of 'a'"),
         (200, STREAM, b'data: {"choices": [{"text": "b"}]}\n\ndata: [DONE]\n\n', "the seeded text 'b' instead of 'a'"),
         (200, STREAM, b'data: {"choices": [{"text": "a"}]}\n\n', "a stream that does not end"),
@@ -40,7 +36,6 @@ def test_random_attacks_find_no_fault(request):
     ],
 )
 def test_a_wrong_answer_is_judged_a_fault(status, kind, content, fault):
-    content = content if isinstance(content, bytes) else content.encode()
     assert fault in judge(Attack(0, "seeded", wanted="x"), status, kind, content, {"x": "a"})
 
 

@@ -102,9 +102,8 @@ class Pairs:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        left_out = [item for item in items if not _generates(item)]
-        items[:] = [item for item in items if _generates(item)]
-        config.hook.pytest_deselected(items=left_out)
+        config.hook.pytest_deselected(items=[item for item in items if not _generates(item)])
+        items[:] = filter(_generates, items)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -135,7 +134,7 @@ class Pairs:
             return self._alone(original, model, call)
         streamer = call.get("streamer")
         heard, state = Tee(streamer), torch.get_rng_state()
-        plain = self._alone(original, model, {**call, **({"streamer": heard} if streamer else {})})
+        plain = self._alone(original, model, {**call, "streamer": heard} if streamer else call)
         after = torch.get_rng_state()
         try:
             self._pair(original, model, call, copies, plain, state, heard.seen if streamer else None)
@@ -208,21 +207,14 @@ class Pairs:
             self.playing.is_on = False
 
     def _judge_tokens(
-        self,
-        model: PreTrainedModel,
-        place: str,
-        call: dict[str, Any],
-        given: dict[str, Any],
-        its: torch.Tensor,
-        mine: torch.Tensor,
+        self, model: PreTrainedModel, place: str, call: dict, given: dict, its: torch.Tensor, mine: torch.Tensor
     ) -> None:
         what = f"tokens {mine.tolist()} instead of {its.tolist()}"
         if given["do_sample"] or not given["input_ids"].shape[1]:
             self.found.faults.append(self._repeat(place, what))
             return
-        for name in ("inputs", "input_ids", "attention_mask", "stopping_criteria", "return_dict_in_generate"):
-            call.pop(name, None)
-        for name in (*RECORDS, "output_scores", "output_logits", "streamer"):
+        inputs = ("inputs", "input_ids", "attention_mask", "stopping_criteria", "streamer")
+        for name in (*inputs, *RECORDS, "return_dict_in_generate", "output_scores", "output_logits"):
             call.pop(name, None)
         batch = {name: given[name] for name in ("input_ids", "attention_mask")}
         differences = explain(model, batch, its, mine, call)
@@ -407,11 +399,8 @@ def main() -> None:
     torch.set_num_threads(1)
     checkout = arguments.checkout.resolve()
     tests = [f"tests/models/{name}/test_modeling_{name}.py" for name in arguments.models.split(",")]
-    found = play(
-        checkout,
-        arguments.test or ["tests/generation/test_utils.py", *tests],
-        ["-k", arguments.named] if arguments.named else [],
-    )
+    named = ["-k", arguments.named] if arguments.named else []
+    found = play(checkout, arguments.test or ["tests/generation/test_utils.py", *tests], named)
     print(*found.lines(), sep="\n")
     raise SystemExit(bool(found.faults) or not found.accepted)
 
