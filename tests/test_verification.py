@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.command_line import folder, models, run  # noqa: F401  (fixtures)
+from helpers import command_line
 from helpers.fitting import fit
 from helpers.wrong_mask import every_earlier_node
 from helpers.zoo import build, ragged_batch
-from typer.testing import CliRunner
 
-from hf_clover import CloverHeads, Eagle3Heads, cli
+from hf_clover import CloverHeads, Eagle3Heads
 from hf_clover.decoding import route as route_module
 from hf_clover.decoding.cache.by_row import TreeCache
 from hf_clover.decoding.tree import Tree
@@ -20,6 +19,7 @@ from hf_clover.measure import losslessness as verification
 from hf_clover.measure.losslessness import BUG, IDENTICAL, NUMERICS, explain, rounding_after, verify
 from hf_clover.targets.hidden_states import capture_states
 
+folder, models, run = command_line.folder, command_line.models, command_line.run  # fixtures
 VOCABULARY = 24
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 PROMPTS = [ragged_batch(VOCABULARY, (length,), seed=length)["input_ids"][0].tolist() for length in (5, 9, 3, 7)]
@@ -89,10 +89,9 @@ def test_drafts_behind_the_end_of_an_answer_are_not_counted(target, heads, monke
     plain = target.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0]
     end = plain[len(PROMPTS[0]) + 2].item()
     monkeypatch.setattr(target.generation_config, "eos_token_id", [end])
-    places = verify(
-        target, TOKENIZER, heads, PROMPTS[:1], progress=False, batch_sizes=(1,), nodes=(4,), max_new_tokens=8
-    )["drafts_by_place"]
-    assert places[0]["asked"] <= 2
+    settings = {"batch_sizes": (1,), "nodes": (4,), "max_new_tokens": 8}
+    result = verify(target, TOKENIZER, heads, PROMPTS[:1], progress=False, **settings)
+    assert result["drafts_by_place"][0]["asked"] <= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -193,21 +192,16 @@ def test_a_text_that_ends_elsewhere_is_a_bug(target):
     assert explain(target, batch, plain, longer, options)[0].verdict == BUG
 
 
-def test_a_target_that_does_not_repeat_itself_is_no_evidence_of_a_bug(target):
+@pytest.mark.parametrize("has_nan_scores", [False, True])
+def test_a_target_that_does_not_repeat_itself_is_no_evidence_of_a_bug(has_nan_scores):
+    target = build("llama", vocab_size=VOCABULARY)
+    if has_nan_scores:
+        torch.nn.init.constant_(target.lm_head.weight, torch.nan)
     batch, options, plain = plain_of(target)
     another = plain.clone()
     another[0, 12] = (another[0, 12] + 1) % VOCABULARY
-    (found,) = explain(target, batch, another, plain, options)
-    assert (found.verdict, found.margin) == (NUMERICS, None)
-
-
-def test_differences_of_a_target_with_nan_scores_are_no_bug(target):
-    with torch.no_grad():
-        target.lm_head.weight.fill_(torch.nan)
-    batch, options, plain = plain_of(target)
-    another = plain.clone()
-    another[0, 12] = (another[0, 12] + 1) % VOCABULARY
-    (found,) = explain(target, batch, plain, another, options)
+    its, mine = (plain, another) if has_nan_scores else (another, plain)
+    (found,) = explain(target, batch, its, mine, options)
     assert (found.verdict, found.margin) == (NUMERICS, None)
 
 
@@ -251,7 +245,7 @@ def prompts(tmp_path):
     return ["--prompts", str(path)]
 
 
-def test_verify_prints_a_row_for_each_setting_and_its_verdict(run, models, prompts):  # noqa: F811
+def test_verify_prints_a_row_for_each_setting_and_its_verdict(run, models, prompts):
     said = run("verify", *models, *prompts, *SHORT)
     assert (said.code, len(said.out.splitlines())) == (0, 4)
     assert said.out.startswith("batch 1, 8 nodes, global tree: 2 identical, ")
@@ -261,12 +255,7 @@ def test_verify_prints_a_row_for_each_setting_and_its_verdict(run, models, promp
     assert result["rows"][0]["accepted_tokens"] > 0
 
 
-def test_the_help_of_verify_has_an_example():
-    said = " ".join(CliRunner().invoke(cli.app, ["verify", "--help"]).output.split())
-    assert "Example: hf-clover verify" in said
-
-
-def test_verify_exits_with_1_after_a_bug(run, models, prompts, monkeypatch):  # noqa: F811
+def test_verify_exits_with_1_after_a_bug(run, models, prompts, monkeypatch):
     monkeypatch.setattr(Tree, "ancestors", every_earlier_node)
     monkeypatch.setattr(route_module, "_why_no_tree", lambda *args: None)
     said = run("verify", *models, *prompts, *SHORT, "--max-new-tokens", "40", "--json")
@@ -280,15 +269,10 @@ def test_verify_exits_with_1_after_a_bug(run, models, prompts, monkeypatch):  # 
         (["--tree", "oak"], "`--tree oak` is unknown: pass global, levels or chain"),
         (["--cache", "offloaded"], "`--cache offloaded` is unknown: pass dynamic or static"),
         (["--nodes", "few"], "`--nodes few` is no tree size"),
+        ([], "there are no heads to verify: pass `--heads`"),
     ],
 )
-def test_wrong_arguments_of_verify_are_refused(run, words, message):  # noqa: F811
-    said = run("verify", *words)
+def test_wrong_arguments_of_verify_are_refused(run, models, words, message):
+    said = run("verify", *models[:2], *words)
     assert (said.code, said.out) == (2, "")
     assert message in said.err
-
-
-def test_verify_without_heads_is_refused(run, models):  # noqa: F811
-    said = run("verify", *models[:2])
-    assert (said.code, said.out) == (2, "")
-    assert "there are no heads to verify: pass `--heads`" in said.err

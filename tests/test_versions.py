@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import warnings
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,19 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
     monkeypatch.setattr(_versions, "version", lambda name: found.get(name) or importlib.metadata.version(name))
 
 
+def required(*extras: str) -> str:
+    """What setup.cfg requires, with these extras."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return "\n".join(
+        [setup["options"]["install_requires"], *(setup["options.extras_require"][name] for name in extras)]
+    )
+
+
+def pins(file: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / file).read_text(), flags=re.MULTILINE))
+
+
 @pytest.mark.parametrize(
     ("package", "found"),
     [("transformers", "5.16.1"), ("transformers", "4.57.6"), ("torch", "2.5.1+cu124"), ("torch", "1.13.1")],
@@ -38,10 +52,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
 def test_a_version_too_old_is_refused_with_the_way_out(package, found, monkeypatch):
     oldest, untried = _versions.SUPPORTED[package]
     pretend(monkeypatch, **{package: found})
-    message = (
-        f"needs {package} {oldest} or later, and {package} {found} is installed.*pip install.*{package}>={oldest}"
-    )
-    with pytest.raises(ImportError, match=re.escape(message).replace(r"\.\*", ".*")):
+    wrong = re.escape(f"needs {package} {oldest} or later, and {package} {found} is installed")
+    with pytest.raises(ImportError, match=rf"{wrong}.*pip install.*{package}>={re.escape(oldest)}"):
         _versions.check_versions()
     assert _versions._release(untried) > _versions._release(oldest)
 
@@ -52,10 +64,8 @@ def test_a_version_too_old_is_refused_with_the_way_out(package, found, monkeypat
 )
 def test_an_untried_version_gives_one_warning(package, found, monkeypatch):
     pretend(monkeypatch, **{package: found})
-    message = (
-        rf"not been tried with {package} .*{package} {found} is installed.*`hf-clover env`.*`pip install \"{package}>="
-    )
-    with pytest.warns(UserWarning, match=message) as seen:
+    wrong = rf"not been tried with {package} .*{package} {found} is installed"
+    with pytest.warns(UserWarning, match=rf'{wrong}.*`hf-clover env`.*`pip install "{package}>=') as seen:
         _versions.check_versions()
     assert len(seen) == 1
 
@@ -77,10 +87,7 @@ def test_supported_versions_give_no_warning(found, monkeypatch):
 
 
 def test_a_missing_package_passes_the_version_check(monkeypatch):
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(_versions, "version", missing)
+    monkeypatch.setattr(_versions, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     _versions.check_versions()
     assert _versions.installed_version("torch") is None
 
@@ -109,37 +116,27 @@ print("torch" in sys.modules)
 
 
 def test_supported_versions_are_those_of_setup_cfg():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    required = setup["options"]["install_requires"].split()
-    assert {_versions.wanted(package).strip('"') for package in _versions.SUPPORTED} <= set(required)
+    assert {_versions.wanted(package).strip('"') for package in _versions.SUPPORTED} <= {*required().split()}
     assert {*_versions.SUPPORTED} == {"torch", "transformers"}
 
 
 def test_pinned_versions_are_within_the_caps_of_setup_cfg():
     """For each package that setup.cfg caps, the tests run with a version from its floor on and below its cap."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    named = setup["options"]["install_requires"] + setup["options.extras_require"]["train"]
-    caps = re.findall(r"^([\w-]+)>=([\d.]+),<([\d.]+)$", named, flags=re.MULTILINE)
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    caps = re.findall(r"^([\w-]+)>=([\d.]+),<([\d.]+)$", required("train"), flags=re.MULTILINE)
+    pinned = pins("constraints.txt")
     assert len(caps) >= 8
     for package, floor, cap in caps:
-        assert _versions._release(floor) <= _versions._release(pins[package]) < _versions._release(cap), package
+        assert _versions._release(floor) <= _versions._release(pinned[package]) < _versions._release(cap), package
 
 
 def test_the_oldest_versions_are_the_floors_of_setup_cfg():
     """Except for torch, CI's oldest versions are the oldest ones that setup.cfg says will do."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    extras = setup["options.extras_require"]
-    wanted = "\n".join([setup["options"]["install_requires"], extras["train"], extras["plot"], extras["test"]])
-    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", wanted, flags=re.MULTILINE))
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "constraints-oldest.txt").read_text(), flags=re.MULTILINE))
-    floors.pop("torch"), pins.pop("torch")
+    floors = dict(re.findall(r"^([\w-]+)>=([\d.]+)", required("train", "plot", "test"), flags=re.MULTILINE))
+    oldest = pins("constraints-oldest.txt")
+    floors.pop("torch"), oldest.pop("torch")
     assert floors
     for package, floor in floors.items():
-        assert (pins[package] + ".").startswith(floor + "."), f"{package}: {pins[package]}, and {floor} will do"
+        assert (oldest[package] + ".").startswith(floor + "."), f"{package}: {oldest[package]}, and {floor} will do"
 
 
 # ---------------------------------------------------------------------- names that transformers may drop
@@ -237,9 +234,8 @@ def test_a_warning_blames_the_version_where_no_llama_verifies_trees(renamed):
         out = target.generate(ids, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
     said = [str(one.message) for one in seen if issubclass(one.category, CloverWarning)]
     assert len(said) == 1
-    assert re.match(
-        rf"hf_clover: {MISUNDERSTOOD}.*Until then (plain `generate` is used|chains are drafted)\.", said[0]
-    )
+    until_then = r"Until then (plain `generate` is used|chains are drafted)\."
+    assert re.match(rf"hf_clover: {MISUNDERSTOOD}.*{until_then}", said[0])
     assert "LlamaForCausalLM" not in said[0]
     assert torch.equal(out.sequences, plain)
     assert out.speculation.method != "tree"
