@@ -1,6 +1,7 @@
 """The benchmark measures what it says: tokens, forwards, acceptance and differences; nothing here looks at a time."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ PROMPTS = [[1, 4, 2, 5, 3], [7, 3, 1], [2, 2, 9, 4]]
 NEW = 12
 
 
-class Tokenizer:
-    pad_token_id, eos_token_id = 0, None
+TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def heads(target):
 
 def run(target, methods, **options):
     options = {"max_new_tokens": NEW, "repeats": 2, "progress": False, **options}
-    return measure(target, Tokenizer(), methods, PROMPTS, **options)
+    return measure(target, TOKENIZER, methods, PROMPTS, **options)
 
 
 def test_the_figures_of_a_row_are_those_of_its_generate_calls(target, heads):
@@ -53,13 +53,9 @@ def test_the_figures_of_a_row_are_those_of_its_generate_calls(target, heads):
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
         with speculations() as records:
+            drafted_by = {"assistant_model": heads, "num_assistant_tokens": 8}
             target.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=heads,
-                num_assistant_tokens=8,
-                max_new_tokens=NEW,
-                do_sample=False,
+                ids, attention_mask=torch.ones_like(ids), **drafted_by, max_new_tokens=NEW, do_sample=False
             )
         (record,) = records
         tokens, forwards = tokens + record.new_tokens, forwards + record.target_forwards
@@ -129,9 +125,8 @@ def test_a_method_that_cannot_run_is_skipped_with_the_reason(target, heads):
 
 def test_the_result_file_holds_command_machine_versions_and_a_row_per_run(target, heads, tmp_path):
     methods = [plain(), with_heads(heads, nodes=2), with_heads(heads, nodes=4)]
-    result = benchmark(
-        target, Tokenizer(), methods, PROMPTS[:2], batch_sizes=(1, 2), max_new_tokens=4, repeats=1, progress=False
-    )
+    options = {"batch_sizes": (1, 2), "max_new_tokens": 4, "repeats": 1, "progress": False}
+    result = benchmark(target, TOKENIZER, methods, PROMPTS[:2], **options)
     read = json.loads(write(result, tmp_path / "deep" / "result.json").read_text())
     assert read == result
     assert {"command", "machine", "versions", "date", "dtype", "device", "repeats"} <= set(read)
@@ -154,9 +149,8 @@ def test_saved_heads_and_a_saved_assistant_model_can_be_measured(target, heads, 
 
 
 def test_an_unknown_method_and_a_missing_baseline_are_refused(target, heads):
-    with pytest.raises(
-        ValueError, match=r"`against='lookup'` is no method: it must be 'prompt-lookup', 'assistant:MODEL'"
-    ):
+    message = r"`against='lookup'` is no method: it must be 'prompt-lookup', 'assistant:MODEL'"
+    with pytest.raises(ValueError, match=message):
         parse_method("lookup", target)
     with pytest.raises(ValueError, match=r"`methods` must begin with `plain\(\)`"):
         run(target, [with_heads(heads)])
@@ -213,9 +207,8 @@ def test_prompts_that_do_not_fit_are_left_out(target, heads, caplog):
     result = benchmark(target, Letters(), [plain()], [*QUESTIONS, long], **options)
     assert result["left_out"] == [{"prompt": 3, "question": 10, "tokens": 2051}]
     assert "1 of 4 prompts are too long for the target's 2048 positions (up to 2051 tokens" in caplog.text
-    with pytest.raises(
-        ValueError, match=r"1 of 1 prompts are too long .*: pass shorter ones, or fewer `max_new_tokens`"
-    ):
+    message = r"1 of 1 prompts are too long .*: pass shorter ones, or fewer `max_new_tokens`"
+    with pytest.raises(ValueError, match=message):
         benchmark(target, Letters(), [plain()], [long], **options)
 
 

@@ -15,26 +15,14 @@ pytestmark = pytest.mark.long("examples/experiments")
 
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = ROOT / "examples" / "stand_in"
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "intermediate_size", "vocab_size"),
+)
 WIDER = {
-    "double": dict(
-        hidden_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        intermediate_size=96,
-        vocab_size=128,
-    ),
+    "double": dict(zip(SIZES, (64, 4, 8, 4, 8, 96, 128))),
     # Longer heads, more queries for a key, a width that is no power of 4 times the old one.
-    "crooked": dict(
-        hidden_size=88,
-        num_hidden_layers=3,
-        num_attention_heads=12,
-        num_key_value_heads=3,
-        head_dim=16,
-        intermediate_size=50,
-        vocab_size=65,
-    ),
+    "crooked": dict(zip(SIZES, (88, 3, 12, 3, 16, 50, 65))),
 }
 
 
@@ -48,13 +36,7 @@ def widen(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def small() -> torch.nn.Module:
     """Two key heads with two queries each; weights large enough that rounding decides nothing."""
     config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        intermediate_size=48,
+        **dict(zip(SIZES, (32, 2, 4, 2, 8, 48, 64))),
         max_position_embeddings=128,
         rms_norm_eps=1e-3,  # large enough to be seen
         bos_token_id=None,
@@ -173,15 +155,15 @@ def test_shapes_and_models_that_cannot_be_widened_are_refused(widen, small):
     ):
         with pytest.raises(ValueError, match=message):
             widen.widen_target(small, shape(**changes))
-    wide = widen.widen_target(small, shape(hidden_size=36))
-    with pytest.raises(ValueError, match="does not divide into gates of 8"):
-        widen.widen_heads(heads_of(small, "clover-2"), wide)
-    with pytest.raises(ValueError, match="`draft_vocab_size=63` leaves out some of the 64 real ids"):
-        widen.widen_heads(heads_of(small, "clover-2"), widen.widen_target(small, shape()), draft_vocab_size=63)
-    with pytest.raises(ValueError, match="have a draft vocabulary"):
-        widen.widen_heads(heads_of(small, "clover-2", draft_vocab_size=40), widen.widen_target(small, shape()))
-    with pytest.raises(ValueError, match="an MLP as the decoder"):
-        widen.widen_heads(heads_of(small, "clover-2", decoder="mlp"), widen.widen_target(small, shape()))
+    for drafts, changes, options, message in (
+        ({}, dict(hidden_size=36), {}, "does not divide into gates of 8"),
+        ({}, {}, dict(draft_vocab_size=63), "`draft_vocab_size=63` leaves out some of the 64 real ids"),
+        (dict(draft_vocab_size=40), {}, {}, "have a draft vocabulary"),
+        (dict(decoder="mlp"), {}, {}, "an MLP as the decoder"),
+    ):
+        wide = widen.widen_target(small, shape(**changes))
+        with pytest.raises(ValueError, match=message):
+            widen.widen_heads(heads_of(small, "clover-2", **drafts), wide, **options)
     small.config.tie_word_embeddings = True
     with pytest.raises(ValueError, match="no Llama without biases and with an lm_head of its own"):
         widen.widen_target(small, shape())
