@@ -48,18 +48,10 @@ def experiment(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def run(module: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
     """The JSON it leaves."""
-    words = [
-        "--toy",
-        "--target",
-        str(folder / "target"),
-        "--output",
-        str(folder / "out"),
-        "--work",
-        str(folder / "work"),
-    ]
-    if "heads" in module.DEFAULTS:
-        words += ["--heads", str(folder / "heads")]
-    returned = module.main([*words, *more])
+    places = {"target": "target", "output": "out", "work": "work"}
+    places |= {"heads": "heads"} if "heads" in module.DEFAULTS else {}
+    words = [word for name, place in places.items() for word in (f"--{name}", str(folder / place))]
+    returned = module.main(["--toy", *words, *more])
     name = module.__name__
     result = json.loads((folder / "out" / f"{name}.json").read_text(encoding="utf-8"))
     assert result["rows"] == json.loads(json.dumps(returned["rows"]))
@@ -99,29 +91,32 @@ def recorded_answer(module, wrong=0):
     return module.Recorded(ids, start, trees)
 
 
-def test_resting_goes_through_an_answer_as_generate_does(experiment, folder, monkeypatch):
-    """The drafts are the text itself: a step of four nodes gives five tokens, and takes the time of one such step."""
+@pytest.fixture
+def resting(experiment, monkeypatch):
+    """With nothing left to chance."""
     module = experiment("resting")
     monkeypatch.setattr(module, "NOISE", 0.0)
     monkeypatch.setattr(module, "COPIES", 0)
-    machine = module.run("as it is, AVX2", [recorded_answer(module)], 0, 4)
+    return module
+
+
+def test_resting_goes_through_an_answer_as_generate_does(resting):
+    """The drafts are the text itself: a step of four nodes gives five tokens, and takes the time of one such step."""
+    machine = resting.run("as it is, AVX2", [recorded_answer(resting)], 0, 4)
     assert (machine.tokens, machine.steps, machine.drafted) == (19, 4, 4)
-    step = sum(module.between(costs, 4) for costs in module.MACHINES["as it is, AVX2"])
+    step = sum(resting.between(costs, 4) for costs in resting.MACHINES["as it is, AVX2"])
     assert machine.seconds == pytest.approx(4 * step)
 
 
-def test_resting_takes_a_batch_as_long_as_its_slowest_row(experiment, folder, monkeypatch):
+def test_resting_takes_a_batch_as_long_as_its_slowest_row(resting):
     """The drafts of one row are the text itself, those of the other are wrong: the second has as many steps as tokens.
     A step takes the time of two rows until the first row has ended, and then that of one."""
-    module = experiment("resting")
-    monkeypatch.setattr(module, "NOISE", 0.0)
-    monkeypatch.setattr(module, "COPIES", 0)
-    rows = [recorded_answer(module), recorded_answer(module, wrong=1000)]
-    machine = module.run("as it is, AVX2", rows, 0, 4, rows=2)
+    rows = [recorded_answer(resting), recorded_answer(resting, wrong=1000)]
+    machine = resting.run("as it is, AVX2", rows, 0, 4, rows=2)
     assert (machine.tokens, machine.steps) == (2 * 19, 19)
-    forward, draft = module.MACHINES["as it is, AVX2"]
-    both = module.between(forward, 9) + module.between(draft, 8)
-    alone = module.between(forward, 4) + module.between(draft, 4)
+    forward, draft = resting.MACHINES["as it is, AVX2"]
+    both = resting.between(forward, 9) + resting.between(draft, 8)
+    alone = resting.between(forward, 4) + resting.between(draft, 4)
     assert machine.seconds == pytest.approx(4 * both + 15 * alone)
 
 
@@ -139,7 +134,6 @@ def test_resting_drafts_by_the_numbers_that_sampled_the_answer(experiment, folde
 
 
 def test_online_measures_a_stream_of_prompts_and_answers_that_are_read(experiment, folder, tmp_path):
-    """A stream of prompts; and answers that are read."""
     module = experiment("online")
     result = run(module, folder)
     assert [row["prompts"] for row in result["rows"]] == [2, 4]
