@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget.acceptance import Acceptance
 from hf_clover.decoding.budget.automatic import AutomaticBudget, Experience, make_budget
-from hf_clover.decoding.budget.costs import ON_CPU, ON_DEVICE, Costs, Recent, Seen, cost_by_size
+from hf_clover.decoding.budget.costs import ON_CPU, ON_DEVICE, Costs, cost_by_size
 from hf_clover.decoding.budget.fixed import Budget, check_nodes
-from hf_clover.decoding.budget.rest import Rest, State
+from hf_clover.decoding.budget.rest import State
 from hf_clover.decoding.budget.settings import SETTINGS, SIZES
 from hf_clover.decoding.target.memory import memory_of
 from hf_clover.decoding.tree import Tree, root_only, with_path
@@ -89,13 +89,13 @@ def test_the_arguments_choose_a_fixed_or_an_automatic_budget(target, heads):
 
 def test_measured_costs_are_kept_for_each_pair_of_target_and_heads(target, heads):
     budget = make_budget(None, False, target, heads, "dynamic", "greedy")
-    budget._look_up(1, 100).costs.plain.add(0.5)
+    budget._look_up(1, 100).costs.learn_plain(0.5)
     again = make_budget(None, False, target, heads, "dynamic", "greedy")
-    assert again._look_up(1, 100).costs.plain.value == 0.5
-    assert again._look_up(1, 300).costs.plain.value == 0.5, "begins with what is known of the length next to it"
-    assert again._look_up(2, 100).costs.plain.value is None
-    assert make_budget(None, False, target, heads, "static")._look_up(1, 100).costs.plain.value is None
-    assert make_budget(None, False, target, CloverHeads.from_target(target))._look_up(1, 100).costs.plain.value is None
+    assert again._look_up(1, 100).costs.plain_step == 0.5
+    assert again._look_up(1, 300).costs.plain_step == 0.5, "begins with what is known of the length next to it"
+    assert again._look_up(2, 100).costs.plain_step is None
+    assert make_budget(None, False, target, heads, "static")._look_up(1, 100).costs.plain_step is None
+    assert make_budget(None, False, target, CloverHeads.from_target(target))._look_up(1, 100).costs.plain_step is None
 
 
 def test_measured_costs_are_freed_with_the_heads():
@@ -277,21 +277,6 @@ def test_costs_known_for_one_batch_size_serve_another(order, top):
             assert rate > 0.85 * machine.best()
 
 
-def test_costs_of_another_batch_size_are_converted_by_their_tokens():
-    costs = Costs()
-    costs.learn_plain(0.01)
-    costs.learn_tree(6, 0.004, 7, 0.02)
-    fewer, more = costs.of_other_rows(4, 2), costs.of_other_rows(4, 8)
-    assert fewer.forwards == (Seen(15, 0.02, []),), "4 rows of 8 tokens, 2 rows of 16"
-    assert more.forwards == (Seen(3, 0.02, []),)
-    assert (fewer.drafts, more.drafts) == ((Seen(12, 0.004, []),), (Seen(3, 0.004, []),))
-    assert fewer.plain.value is None
-    assert Rest(advantage=2.0).of_other_rows(0.5).advantage == pytest.approx(2**0.5)
-    resting = Rest(State.RESTING, advantage=0.5, steps_left=100, next_rest=SETTINGS.longest_rest).of_other_rows(1 / 16)
-    assert 0.9 < resting.advantage < 1
-    assert (resting.state, resting.steps_left, resting.next_rest) == (State.RESTING, 6, SETTINGS.shortest_rest)
-
-
 def test_plain_steps_are_measured_again_only_where_drafting_barely_pays():
     clear = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.1e-3)
     close = Machine(plain=10e-3, draft=8e-3, start=13e-3, slope=0.5e-3, top=0.6)
@@ -459,7 +444,7 @@ def test_drafts_after_several_rests_in_vain_are_small():
 def test_the_next_call_begins_with_the_tree_size_of_the_last():
     machine = Machine(plain=10e-3, draft=1e-3, start=10e-3, slope=0.3e-3, top=0.7)
     first = AutomaticBudget(machine.budget.experience, 63, None, None)
-    first._look_up(1, 100).costs.plain.add(10e-3)
+    first._look_up(1, 100).costs.learn_plain(10e-3)
     assert first.ask([100])[0] == max(size for size in SIZES if size <= SETTINGS.first_nodes)
     machine.run(100)
     reach, _ = machine.budget.ask([100])
@@ -523,14 +508,14 @@ def test_times_are_divided_by_those_of_the_plain_steps_around_them():
 
 
 def test_the_median_of_recent_times_ignores_one_slow_call():
-    recent = Recent(5)
-    assert recent.value is None
-    for value in (900.0, 1.0, 1.1, 1.2):
-        recent.add(value)
-    assert recent.value < 1.2
-    for _ in range(5):
-        recent.add(7.0)
-    assert recent.value == 7.0
+    costs = Costs()
+    assert costs.plain_step is None
+    for seconds in (900.0, 1.0, 1.1, 1.2):
+        costs.learn_plain(seconds)
+    assert costs.plain_step < 1.2
+    for _ in range(SETTINGS.plain_times):
+        costs.learn_plain(7.0)
+    assert costs.plain_step == 7.0
 
 
 def test_acceptance_learns_how_often_stated_probabilities_are_right():

@@ -139,21 +139,15 @@ class AutomaticBudget(Budget):
         return self.learned
 
     def _begin_with_the_nearest(self, key: Key) -> Learned:
-        """What is known of another length of text, or of another number of rows, until more is known."""
+        """What is known of the nearest length of text, until more is known."""
         known = self.experience.steps
-        others = [other for other in known if other[0] == key[0]]
-        nearest = min(others, key=lambda other: (abs(other[1] - key[1]), abs(other[2] - key[2])), default=None)
-        if nearest is None:
-            return Learned()
-        near, rows, others_rows = known[nearest], key[1], nearest[1]
-        if rows == others_rows:
-            return copy.deepcopy(near)
-        alike = min(rows, others_rows) / max(rows, others_rows)
-        return Learned(near.costs.of_other_rows(others_rows, rows), near.rest.of_other_rows(alike))
+        others = [other for other in known if other[:2] == key[:2]]
+        nearest = min(others, key=lambda other: abs(other[2] - key[2]), default=None)
+        return Learned() if nearest is None else copy.deepcopy(known[nearest])
 
     def _must_be_plain(self, learned: Learned) -> bool:
         """Whether this step shall show what a plain one costs."""
-        known = len(learned.costs.plain.values)
+        known = len(learned.costs.plain)
         if known == 0:
             return True
         return self.since_plain >= min(2 << known, SETTINGS.plain_every) and learned.rest.advantage < SETTINGS.sure
@@ -254,6 +248,6 @@ def plain_step_of(target: PreTrainedModel, heads: DraftHeads, length: int) -> fl
     if experience is None:
         return None
     with experience.lock:
-        seen = {key: learned.costs.plain.value for key, learned in experience.steps.items() if key[1] == 1}
+        seen = {key: learned.costs.plain_step for key, learned in experience.steps.items() if key[1] == 1}
     known = {key: seconds for key, seconds in seen.items() if seconds is not None}
     return known[min(known, key=lambda key: abs(key[2] - length.bit_length()))] if known else None

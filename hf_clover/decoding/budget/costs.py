@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .settings import SETTINGS, SIZES
+from .settings import SETTINGS
 
 
 class Guess(NamedTuple):
@@ -32,20 +32,6 @@ class Guess(NamedTuple):
 ON_CPU, ON_DEVICE = Guess(1.07, 0.09, 0.06), Guess(1.1, 0.0, 0.0)
 
 
-class Recent:
-    """The median of the last few values, which neither a first slow call nor a busy machine moves."""
-
-    def __init__(self, count: int = 7) -> None:
-        self.values: deque[float] = deque(maxlen=count)
-
-    def add(self, value: float) -> None:
-        self.values.append(value)
-
-    @property
-    def value(self) -> float | None:
-        return statistics.median(self.values) if self.values else None
-
-
 class Seen(NamedTuple):
     nodes: float
     seconds: float
@@ -54,14 +40,19 @@ class Seen(NamedTuple):
 
 @dataclass
 class Costs:
-    plain: Recent = field(default_factory=Recent)  # seconds
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=SETTINGS.plain_times))  # seconds
     drafts: tuple[Seen, ...] = ()  # replaced and never changed: another thread may be reading them
     forwards: tuple[Seen, ...] = ()
     near: list[float] = field(default_factory=list)  # the plain steps beside the trees of now
     follows_plain: bool = False  # the last step was one
 
+    @property
+    def plain_step(self) -> float | None:
+        """Seconds: a median, which neither a first slow call nor a busy machine moves."""
+        return statistics.median(self.plain) if self.plain else None
+
     def learn_plain(self, seconds: float) -> None:
-        self.plain.add(seconds)
+        self.plain.append(seconds)
         self.near.append(seconds)
         del self.near[2 * SETTINGS.near : -SETTINGS.near]
         self.follows_plain = True
@@ -76,7 +67,7 @@ class Costs:
 
     def in_plain_steps(self, seen: Sequence[Seen]) -> list[tuple[float, float]]:
         """Nodes and plain steps: what slows a machine down for a while slows the plain steps beside it, too."""
-        lists = {id(near): near[: 2 * SETTINGS.near] or self.plain.values for _, _, near in seen}
+        lists = {id(near): near[: 2 * SETTINGS.near] or self.plain for _, _, near in seen}
         paces = {key: statistics.median(seconds) for key, seconds in lists.items()}
         return [(nodes, seconds / paces[id(near)]) for nodes, seconds, near in seen]
 
@@ -95,16 +86,6 @@ class Costs:
         scaled = ([cost / slower for cost in costs] for costs in (forwards, drafts))
         by_size, drafts_by_size = (dict(zip(sizes, costs, strict=True)) for costs in scaled)
         return by_size, drafts_by_size
-
-    def of_other_rows(self, rows: int, others: int) -> "Costs":
-        """What was seen with `rows` as a guess for `others`, until more is known. A forward costs by its tokens, so
-        as many in other rows are more or fewer nodes a row. A plain step is soon measured."""
-        share, guess = rows / others, Costs()
-        guess.drafts = tuple(Seen(share * seen.nodes, seen.seconds, []) for seen in self.drafts[-4:])
-        forwards = [Seen(share * (seen.nodes + 1) - 1, seen.seconds, []) for seen in self.forwards]
-        forwards = [seen for seen in forwards if seen.nodes <= SIZES[-1]]  # what is far off tells little
-        guess.forwards = tuple(forwards[-4:])
-        return guess
 
 
 def _with(times: tuple[Seen, ...], seen: Seen) -> tuple[Seen, ...]:

@@ -35,8 +35,6 @@ def check_nodes(asked: Any, room: int | None = None) -> int | None:
 
 @dataclass
 class Budget:
-    """As many nodes for every tree; others are kinds of it. What a budget says changes time, never tokens."""
-
     nodes: int
     in_graphs: bool = False  # what it is asked about runs in graphs: there are few sizes, and costs of their own
 

@@ -49,8 +49,3 @@ class Rest:
         elif self.advantage < 1:
             self.state, self.steps_left = State.RESTING, self.next_rest
             self.next_rest = min(2 * self.next_rest, SETTINGS.longest_rest)
-
-    def of_other_rows(self, alike: float) -> "Rest":
-        """A guess for another number of rows; `alike`: the smaller of both numbers over the larger."""
-        left = int(self.steps_left * alike)
-        return Rest(State.RESTING if left else State.DRAFTING, self.advantage**alike, steps_left=left)

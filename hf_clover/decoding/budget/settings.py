@@ -45,6 +45,7 @@ class Settings:
     growth_off: float = 0.06  # logarithm for each doubling of tokens; how far the guessed growth may be off
     corner: float = 0.1  # logarithm; how far one size may be off the line through all sizes
     near: int = 4  # plain steps before a tree, and as many after it, that it is compared with
+    plain_times: int = 7  # times of plain steps that are kept
     newest_times: int = 128  # times of trees that are kept; older ones are of another state of the machine
     first_slower: float = 1.5  # factor on the second time of a size; a first time above it made kernels, and goes
 
