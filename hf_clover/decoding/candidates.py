@@ -97,7 +97,7 @@ class CloverCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, chain.to(input_ids)), dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Does nothing. Older versions of transformers call this method after each step."""
+        """Does nothing. transformers calls it after each step."""
 
 
 __all__ = ["CloverCandidateGenerator"]

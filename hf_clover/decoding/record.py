@@ -106,14 +106,10 @@ class Speculation:
         self.row_forwards += len(paths)
         self.accepted_tokens += emitted - len(paths)
         self.tree_sizes.append(size - 1)
-        for path in paths:
-            self.count_depth(len(path) - 1)
-
-    def count_depth(self, accepted: int) -> None:
-        """Count one tree of one row, which gave `accepted` drafts."""
-        self.accepted_by_depth += [0] * (accepted - len(self.accepted_by_depth))
-        for depth in range(accepted):
-            self.accepted_by_depth[depth] += 1
+        for accepted in (len(path) - 1 for path in paths):
+            self.accepted_by_depth += [0] * (accepted - len(self.accepted_by_depth))
+            for depth in range(accepted):
+                self.accepted_by_depth[depth] += 1
 
 
 _listener: ContextVar[list[Speculation] | None] = ContextVar("speculations", default=None)

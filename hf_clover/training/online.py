@@ -27,7 +27,6 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import logging
 
 from ..decoding.draft.copies import TextMemory
-from ..decoding.draft.session import in_own_precision
 from ..decoding.entry import place_heads
 from ..decoding.target.graph_rules import adapters_on
 from ..hub.push import LEARNER, write_card, write_results
@@ -285,7 +284,7 @@ class OnlineLearner:
                     return False
                 new, old = self.lessons.take(TOKENS)
             started = clock()
-            with in_own_precision(self.heads), self._own_stream():
+            with torch.autocast(self.heads.device.type, enabled=False), self._own_stream():
                 if not self.pace.is_resting:
                     self._learn(new, old)
                 elif self.pace.looks():

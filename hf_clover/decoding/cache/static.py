@@ -129,10 +129,6 @@ class StaticTreeCache(TreeCache):
             self.slots.tokens = torch.zeros(rows, capacity, dtype=torch.long, device=device)
 
     @property
-    def capacity(self) -> int:
-        return self.slots.capacity
-
-    @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers)
 
@@ -189,7 +185,7 @@ class StaticTreeCache(TreeCache):
         going, longest = len(self.lengths), max(self.lengths) + max(nodes, MOVES)
         self.reserve(longest)
         self.slots.seen_rows = min(count for count in (*ROW_COUNTS, self.rows) if going <= count <= self.rows)
-        self.slots.seen_columns = min(columns_for(longest), self.capacity)
+        self.slots.seen_columns = min(columns_for(longest), self.slots.capacity)
         return self.slots.seen_rows, self.slots.seen_columns
 
     @contextmanager
@@ -259,7 +255,7 @@ def take_cache(model: PreTrainedModel, num_layers: int, rows: int, capacity: int
     if (
         cache is None
         or cache.rows != rows
-        or cache.capacity < capacity
+        or cache.slots.capacity < capacity
         or cache.dtype not in (model.dtype, None)
         or cache.graphs.device != graphs.device
     ):

@@ -99,7 +99,7 @@ def given(value: torch.Tensor | None) -> torch.Tensor:
 def grow(
     heads: CloverHeads,
     state: torch.Tensor,
-    to_recall: "tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None",
+    to_recall: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None,
     roots: torch.Tensor,
     nodes: int,
     shape: str,
@@ -113,8 +113,7 @@ def grow(
         text, values, mask = to_recall
         searched, runs = searched_text(text, *stretches(mask, text, 1))  # runs [B, W, C] that end at each beam
 
-    # Quoted annotations: torch 2.9 and before cannot compile a function with `|` in one.
-    def expand(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
+    def expand(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         nonlocal states, runs
         if chosen is not None and config.regressive:
             states = states.gather(1, chosen[..., None].expand(-1, -1, states.shape[2]))  # [B, W, d]
@@ -140,7 +139,7 @@ def grow_in_shape(
     config = heads.config
     vocabulary = heads.draft_ids if config.draft_vocab_size is not None else None
 
-    def foreseen(level: int, chosen: "torch.Tensor | None", tokens: torch.Tensor) -> torch.Tensor:
+    def foreseen(level: int, chosen: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
         logits = expand(level, chosen, tokens)
         return logits if foresight is None else foresight.weigh(level, logits, vocabulary, chosen, tokens)
 

@@ -36,8 +36,8 @@ class Foresight:
         level: int,
         logits: torch.Tensor,
         vocabulary: torch.Tensor | None,
-        chosen: "torch.Tensor | None" = None,
-        tokens: "torch.Tensor | None" = None,
+        chosen: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [B, W, U] of tokens at a level -> logits by how likely plain generate will pick these tokens,
         whatever beams they are below. `chosen` and `tokens`: the arguments of `tree.Expand`."""

@@ -9,7 +9,6 @@ Shapes: B batch, T prompt columns, m walked nodes at most, d hidden size.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,13 +34,6 @@ from .obeying import Obedience, must_obey
 DROP_BELOW = 0.75  # share of a batch's rows that still run
 WATCHED = 200  # places at which the first draft is compared with the text
 HOPELESS = 0.05  # share of right first drafts, below which there is a warning
-
-
-def in_own_precision(heads: DraftHeads) -> AbstractContextManager[None]:
-    """Switch autocast off: the heads cast their inputs to their own dtype, and a caller's `torch.autocast` is for the
-    target only."""
-    kind = heads.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def layers_read(heads: DraftHeads) -> tuple[int, ...]:
@@ -103,7 +95,7 @@ class DraftSession:
         if self.listener is not None:
             self.listener.hear(hidden, tokens, counts, self.text.running)
             hidden = read_by(self.heads, hidden)
-        with in_own_precision(self.drafter.heads):
+        with torch.autocast(self.heads.device.type, enabled=False):  # the heads cast their inputs to their own dtype
             self.drafter.extend(hidden, tokens, positions, counts)
 
     def extend(self, paths: Sequence[Sequence[int]], tree: Tree, logits: torch.Tensor) -> None:
@@ -163,7 +155,7 @@ class DraftSession:
         foresight = foresee(text, levels, vocab_size, self.unwalked) if levels else None
         if obedience is not None:
             obedience.foresight, foresight = foresight, obedience
-        with in_own_precision(self.drafter.heads):
+        with torch.autocast(self.heads.device.type, enabled=False):
             tree = self.drafter.draft(self.drafted, self.run.shape, foresight)
         if copied or (joint.shape[1] and tree.size > 1 and self.run.shape != "chain"):
             device = tree.tokens.device
