@@ -1,4 +1,4 @@
-"""Thirteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
+"""Fourteen lines of walk, state, tree and cache, each broken on purpose: the tests must notice every one.
 
 Contract: the package is copied, one line of the copy is changed, and the tests named beside it run against the copy.
 A mutation is killed when one of them fails, which pytest says with exit code 1; anything else (all pass, nothing was
@@ -33,19 +33,26 @@ MUTATIONS = (
     Mutation(
         name="the greedy walk goes on after the end of a text",
         file="decoding/walk.py",
-        line="follows = (tokens == above) & valid.bool() & ~ended  # [B, n]",
-        broken="follows = (tokens == above) & valid.bool()  # [B, n]",
+        line="ends = chosen[node] in text.ends or len(path) >= room",
+        broken="ends = len(path) >= room",
         tests=("test_walk.py::test_the_first_of_several_end_tokens_ends_the_walk",),
+    ),
+    Mutation(
+        name="the greedy walk emits one token more than there is room for",
+        file="decoding/walk.py",
+        line="children, room = _children_of_row(tokens, parents, valid), text.room_of(row)",
+        broken="children, room = _children_of_row(tokens, parents, valid), text.room_of(row) + 1",
+        tests=("test_walk.py::test_max_length_ends_a_walk_in_the_middle",),
     ),
     Mutation(
         name="a walk steps to children that were never filled",
         file="decoding/walk.py",
-        line="{(above[n], carried[n]): n for n in range(tree.size - 1, 0, -1) if filled[n]}",
-        broken="{(above[n], carried[n]): n for n in range(tree.size - 1, 0, -1)}",
+        line="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]}",
+        broken="return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1)}",
         tests=("test_walk.py::test_all_walks_agree_on_any_tree",),  # which puts nodes that are not valid everywhere
     ),
     Mutation(
-        name="the greedy walk emits one token more than there is room for",
+        name="the walk in a graph emits one token more than there is room for",
         file="decoding/walk.py",
         line="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]",
         broken="walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths <= limits[:, :1])  # [B, n]",

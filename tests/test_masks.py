@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_clover import CloverHeads
-from hf_clover.decoding.target.masks import ancestors_of, visible_columns
+from hf_clover.decoding.target.masks import additive, ancestors_of, plain_mask, visible_columns
 from hf_clover.decoding.tree import root_only
 
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.integers(1, 3), st.integers(1, 20), st.integers(0, 9), st.integers(0, 99))
-def test_nodes_see_the_text_and_their_ancestors_found_the_slow_way(batch, size, length, seed):
+def test_ancestors_and_plain_masks_equal_those_made_the_slow_way(batch, size, length, seed):
     tree = random_tree(batch, size, seed)
     ancestors = ancestors_of(tree.parents, max(size - 1, 1).bit_length())
     for row in range(batch):
@@ -23,9 +23,8 @@ def test_nodes_see_the_text_and_their_ancestors_found_the_slow_way(batch, size, 
             assert ancestors[row, node].nonzero().flatten().tolist() == path_to(tree.parents[row].tolist(), node)
     assert torch.equal(ancestors, tree.ancestors())
     starts = torch.full((batch, 1), length)
-    visible = visible_columns(ancestors, starts, length + size, None)
-    assert bool(visible[..., :length].all())
-    assert torch.equal(visible[..., length:], ancestors)
+    long_way = additive(visible_columns(ancestors, starts, length + size, None), torch.float32)
+    assert torch.equal(plain_mask(ancestors, length, torch.float32), long_way)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])

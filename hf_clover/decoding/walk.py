@@ -3,8 +3,8 @@
 Contract: at each node, the caller's processors get that node's logits and exactly the `input_ids` that plain generate
 would pass them. A token is picked as plain generate picks it, the stopping criteria are called, and the walk moves to
 the child that carries the token. If no child does, the walk ends; the token is emitted all the same. `replay` does
-exactly this. `greedy_walk` gives the same result for greedy decoding without processors, with one device sync. Its
-first half, `walk_in_tensors`, is part of the graph where the forward over the tree is one.
+exactly this. `greedy_walk` gives the same result for greedy decoding without processors, with one device sync. Where
+the forward over the tree is a graph, `walk_in_tensors` is part of it, and `read_walk` adds its result to the text.
 
 Shapes: B batch, n tree nodes, V vocabulary, L text columns.
 """
@@ -130,10 +130,11 @@ def _process(
 def _children(tree: Tree) -> list[dict[tuple[int, int], int]]:
     """Per row: (node, token) -> the child of that node that carries that token."""
     tokens, parents, _, valid = tree.packed().tolist()
-    return [
-        {(above[n], carried[n]): n for n in range(tree.size - 1, 0, -1) if filled[n]}
-        for carried, above, filled in zip(tokens, parents, valid, strict=True)
-    ]
+    return list(map(_children_of_row, tokens, parents, valid))
+
+
+def _children_of_row(tokens: list[int], parents: list[int], valid: list[int]) -> dict[tuple[int, int], int]:
+    return {(parents[n], tokens[n]): n for n in range(len(tokens) - 1, 0, -1) if valid[n]}
 
 
 # ---------------------------------------------------------------------- the fast walk
@@ -141,23 +142,59 @@ def _children(tree: Tree) -> list[dict[tuple[int, int], int]]:
 
 def greedy_walk(tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
     """`replay` for greedy decoding without processors: the same result, with one device sync."""
-    tree = tree.to(logits.device)
-    found = walk_in_tensors(tree.packed(), tree.ancestors(), logits, text.limits().to(logits.device))
-    return read_walk(found, tree, logits, text)
+    best, picks = logits.max(dim=-1)  # [B, n], NaN if any logit is NaN
+    broken, tree = best.isnan(), tree.to(logits.device)
+    packed = torch.stack((tree.tokens, tree.parents, tree.valid.long(), picks, broken.long()), dim=1)  # [B, 5, n]
+    paths: list[list[int]] = []
+    for place, (row, packed_row) in enumerate(zip(text.running, packed.tolist(), strict=True)):  # the one sync
+        tokens, parents, valid, chosen, is_broken = packed_row
+        path: list[int] = []
+        paths.append(path)
+        if text.finished[row]:
+            continue
+        children, room = _children_of_row(tokens, parents, valid), text.room_of(row)
+        node: int | None = 0
+        while node is not None:
+            path.append(node)
+            ends = chosen[node] in text.ends or len(path) >= room
+            node = None if ends else children.get((node, chosen[node]))
+        emitted = [chosen[node] for node in path]
+        new = torch.tensor([emitted], dtype=text.input_ids[row].dtype, device=text.input_ids[row].device)
+        is_nan = any(is_broken[node] for node in path)
+        _emit(text, row, emitted, new, logits[place], is_nan, tree.size > 1 and not children)
+    return paths
+
+
+def _emit(
+    text: Text, row: int, tokens: list[int], new: torch.Tensor, logits: torch.Tensor, is_nan: bool, no_drafts: bool
+) -> None:
+    """Append `tokens` to the text; `new` [1, k] are the same tokens on the text's device. Raises if `is_nan`: one of
+    the `logits` [n, V] that they were picked from is NaN."""
+    text.found_no_drafts |= no_drafts
+    if is_nan:
+        raise_nan(logits)
+    text.finished[row] = tokens[-1] in text.ends or len(tokens) >= text.room_of(row)
+    text.tokens[row] += tokens
+    text.input_ids[row] = torch.cat((text.input_ids[row], new), dim=-1)
+    text.emitted += len(tokens)
+    if text.streamer is not None:
+        for token in tokens:
+            text.streamer.put(torch.tensor([token]))
+
+
+# ---------------------------------------------------------------------- the fast walk in a graph
 
 
 def walk_in_tensors(
     tree: torch.Tensor, ancestors: torch.Tensor, logits: torch.Tensor, limits: torch.Tensor
 ) -> torch.Tensor:
-    """The part of `greedy_walk` that needs no host, so that a graph can hold it. `tree` [4, B, n]: `Tree.packed`;
-    `limits`: `Text.limits`. Returns [B, 3, n], three numbers for each place of a walk: the walked node, or -1 after
-    the walk's end; the token picked there; and a mark, 1 if the node's logits hold a NaN, plus 2 if the row has
-    drafts."""
+    """`greedy_walk` without the host. `tree` [4, B, n]: `Tree.packed`; `limits`: `Text.limits`. Returns [B, 3, n],
+    three numbers for each place of a walk: the walked node, or -1 after the walk's end; the token picked there; and a
+    mark, 1 if the node's logits hold a NaN, plus 2 if the row has drafts."""
     tokens, parents, depths, valid = tree
     best, picks = logits.max(dim=-1)  # [B, n], NaN if any logit is NaN
     above = picks.gather(1, parents)  # the token picked at each node's parent
-    ended = (above[..., None] == limits[:, None, 1:]).any(-1)  # [B, n]
-    follows = (tokens == above) & valid.bool() & ~ended  # [B, n]
+    follows = (tokens == above) & valid.bool() & (above[..., None] != limits[:, None, 1:]).all(-1)  # [B, n]
     follows[:, 0] = True
     walked = ~(ancestors & ~follows[:, None]).any(-1) & (depths < limits[:, :1])  # [B, n]
     order = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -169,23 +206,14 @@ def walk_in_tensors(
 
 
 def read_walk(walked: torch.Tensor, tree: Tree, logits: torch.Tensor, text: Text) -> list[list[int]]:
-    """The other part of `greedy_walk`: append what `walk_in_tensors` has found to the text."""
+    """The rest of `greedy_walk`, after `walk_in_tensors` has found `walked` [B, 3, n]."""
     paths: list[list[int]] = []
     for place, (row, (nodes, tokens, marks)) in enumerate(zip(text.running, walked.tolist(), strict=True)):  # one sync
         path = [node for node in nodes if node >= 0]
         paths.append(path)
-        if not path:  # the row has ended
-            continue
-        count, ids = len(path), text.input_ids[row]
-        text.found_no_drafts |= tree.size > 1 and marks[0] < 2
-        if any(mark % 2 for mark in marks[:count]):
-            raise_nan(logits[place])
-        text.finished[row] = tokens[count - 1] in text.ends or count >= text.room_of(row)
-        text.tokens[row] += tokens[:count]
-        text.input_ids[row] = torch.cat((ids, walked[place, 1:2, :count].to(ids)), dim=-1)
-        text.emitted += count
-        for token in tokens[:count] if text.streamer is not None else ():
-            text.streamer.put(torch.tensor([token]))
+        if path:  # else the row has ended
+            is_nan, new = any(mark % 2 for mark in marks[: len(path)]), walked[place, 1:2, : len(path)]
+            _emit(text, row, tokens[: len(path)], new, logits[place], is_nan, tree.size > 1 and marks[0] < 2)
     return paths
 
 

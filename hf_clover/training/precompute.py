@@ -131,13 +131,16 @@ class TargetStatesCollator:
     def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.collator(examples)
         if COLUMN in examples[0]:
-            states = [_numbers(example[COLUMN]).view(-1, self.hidden_size) for example in examples]  # [T, d] each
+            states = [self._read(example[COLUMN]) for example in examples]  # [T, d] each
             if "attention_mask" not in batch:
                 states = [torch.cat(states)]
             padded = pad_sequence(states, batch_first=True)  # [B, T, d]
             missing = batch["input_ids"].shape[1] - padded.shape[1]  # from `pad_to_multiple_of`
             batch[COLUMN] = torch.nn.functional.pad(padded, (0, 0, 0, missing))
         return batch
+
+    def _read(self, stored: bytes) -> torch.Tensor:
+        return _numbers(stored).view(-1, self.hidden_size)  # [T, d]
 
 
 def _numbers(stored: bytes) -> torch.Tensor:

@@ -133,3 +133,11 @@ def blank(
     """A tensor [B, 1, n, C] of one value, whose rows are aligned."""
     width = -(-columns // ALIGNMENT) * ALIGNMENT
     return torch.full((batch, 1, size, width), value, dtype=dtype, device=device)[..., :columns]
+
+
+def plain_mask(ancestors: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """`additive` of `visible_columns` where all rows have one length and no padding, in four operations."""
+    batch, size, _ = ancestors.shape
+    mask = blank(batch, size, length + size, dtype, ancestors.device)
+    mask[..., length:].masked_fill_(~ancestors[:, None], torch.finfo(dtype).min)
+    return mask
