@@ -28,7 +28,7 @@ from .attention import attention_for_trees, shared_heads
 from .base import Run
 from .graph_rules import what_forwards_read
 from .long_texts import hang_parts, has_gaps, is_for_parts
-from .masks import MaskRules, ancestors_of, visible_columns
+from .masks import MaskRules, additive, ancestors_of, plain_mask, visible_columns
 
 CATCH_UP_BLOCK = 128  # tokens in one forward that bring rows that ended early to one length
 
@@ -222,14 +222,19 @@ class TargetRun(Run):
     def _masks(self, tree: Tree) -> Any:
         """One mask [B, 1, n, C], or one per layer type where the target's layers differ. None where a plain step needs
         none."""
-        slots, rules, device = self.cache.slots, self.rules, tree.tokens.device
-        columns, prompt = slots.columns(), None if self.prompt_mask is None else self.prompt_mask.to(device)
-        is_plain_step = tree.size == 1 and slots.is_even and prompt is None and rules.are_full_for(columns)
-        if is_plain_step and self._implementation == "sdpa":
-            return rules.arrange(dict.fromkeys(rules.kinds))
+        slots, rules, dtype, device = self.cache.slots, self.rules, self._mask_dtype(), tree.tokens.device
+        columns = slots.columns()
+        is_full = rules.are_full_for(columns)
+        if is_full and slots.is_even and self.prompt_mask is None:
+            if tree.size == 1 and self._implementation == "sdpa":
+                return rules.arrange(dict.fromkeys(rules.kinds))
+            return rules.arrange(dict.fromkeys(rules.kinds, plain_mask(tree.ancestors(), slots.lengths[0], dtype)))
         starts = slots.starts_on(device)  # [B, 1]
+        prompt = None if self.prompt_mask is None else self.prompt_mask.to(device)
         visible = visible_columns(tree.ancestors(), starts, columns, prompt)  # [B, n, C]
-        return rules.masks(visible, starts, tree.depths, prompt, self._mask_dtype())
+        if is_full:
+            return rules.arrange(dict.fromkeys(rules.kinds, additive(visible, dtype)))
+        return rules.masks(visible, starts, tree.depths, prompt, dtype)
 
     def _mask_dtype(self) -> torch.dtype:
         """The dtype of masks: sdpa takes the keys' dtype, eager attention the target's."""
