@@ -33,7 +33,7 @@ ON_CPU, ON_DEVICE = Guess(1.07, 0.09, 0.06), Guess(1.1, 0.0, 0.0)
 
 
 class Seen(NamedTuple):
-    nodes: float
+    nodes: int
     seconds: float
     near: list[float]  # seconds of the plain steps before it and, as they come, after it
 

@@ -235,10 +235,10 @@ class Obedience(Foresight):
         """The path of each row up to its first forbidden token."""
         found = []
         for ask, ids, (tokens, joint) in zip(self.processors, self.rows, paths, strict=True):
-            scores = ids.new_zeros(1, self.vocab_size, dtype=torch.float32)
             for place, token in enumerate(tokens):
+                scores = ids.new_zeros(1, self.vocab_size, dtype=torch.float32)
                 so_far = torch.cat((ids, ids.new_tensor(tokens[:place])))[None]  # [1, L]
-                if ask(so_far, scores.clone())[0, token] == -torch.inf:
+                if ask(so_far, scores)[0, token] == -torch.inf:
                     tokens, joint = tokens[:place], joint[:place]
                     break
             found.append((tokens, joint))
