@@ -26,7 +26,7 @@ from .trees import MADE_ANEW, OF_EACH_TOKEN, TargetRun, takes_positions
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
 _TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
 _TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths cover all nodes
-_STEPPED = [0, 1, 3]  # the nodes whose logits plain steps must give
+_STEPPED = [0, 1]  # the nodes whose logits plain steps must give
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
 
 
@@ -97,8 +97,9 @@ def _of_rows(own: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = False) -> float:
-    """The largest error of a tree's logits, compared with its paths: two rows, one left-padded, before and after a
-    commit. `own`: what `own_inputs` returned."""
+    """The largest error of trees' logits, for two rows, one of them left-padded. The first tree is compared with plain
+    steps. The trees after it, which continue what was kept of it, are compared with plain forwards over their paths.
+    `own`: what `own_inputs` returned."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
     prompts = [ids[:5].tolist(), ids[2:5].tolist()]
@@ -123,7 +124,7 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
             if turn == 0:
                 pairs = zip(logits[:, _STEPPED].flatten(0, 1), stepped.flatten(0, 1), strict=True)
                 errors += [_distance(*pair) for pair in pairs]
-            for row, text in enumerate(prompts):
+            for row, text in enumerate(prompts if turn else ()):
                 for path in map(_path_to, _TREE_LEAVES):
                     drafted.append((logits[row, path], text + [tokens[row][n] for n in path]))
             run.commit(_WALKED)
