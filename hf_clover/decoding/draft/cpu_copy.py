@@ -78,8 +78,8 @@ def _what_is_copied(heads: DraftHeads) -> tuple:
 
 
 def _copied(heads: DraftHeads) -> DraftHeads:
-    made = copy.deepcopy(heads).eval()  # with plain weights, also where the original's are packed
-    made.config = heads.config  # the same object, which the user may change
+    its_config = {id(heads.config): heads.config}  # not copied: the user may change it
+    made = copy.deepcopy(heads, its_config).eval()  # with plain weights, also where the original's are packed
     for weight in made.parameters():
         weight.data = weight.data.to(_dtype())
     if _halves():
