@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.parts import kernels  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
 
@@ -32,7 +33,7 @@ def run(gpu: ModuleType, folder: Path, *more: str) -> dict[str, Any]:
     return result
 
 
-def test_every_stage_runs_and_leaves_its_figures(gpu, tmp_path):
+def test_every_stage_runs_and_leaves_its_figures(gpu, kernels, tmp_path):  # noqa: F811
     result = run(gpu, tmp_path)
     assert (result["kind"], result["name"], result["settings"]["toy"]) == ("experiment", "gpu", True)
     assert all(result[field] for field in ("question", "command", "machine", "versions", "date"))

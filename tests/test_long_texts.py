@@ -1,12 +1,15 @@
 """Attention in two parts, by the kernels' exact twins: against attention by the mask, and in targets' forwards."""
 
 import logging
+import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.capturing import captures  # noqa: F401  (a fixture)
 from helpers.oracle import planted
+from helpers.parts import among_nodes, kernels, over_text  # noqa: F401  (one is a fixture)
 from helpers.trees import random_tree, running, walk_of
 from helpers.zoo import build, ragged_batch
 from torch.nn import functional as F
@@ -15,7 +18,7 @@ from hf_clover import CloverHeads
 from hf_clover.decoding.cache import static
 from hf_clover.decoding.target import long_texts
 from hf_clover.decoding.target.attention import packed_attention
-from hf_clover.decoding.target.long_texts import TWINS, Parts, hang_parts, has_gaps, parts_of, why_wrong
+from hf_clover.decoding.target.long_texts import Parts, hang_parts, has_gaps, parts_of, why_wrong
 from hf_clover.decoding.target.masks import FULL, SLIDING, MaskRules, ancestors_of, visible_columns
 from hf_clover.decoding.target.memory import memory_of
 
@@ -24,8 +27,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def short(monkeypatch):
-    """Texts are long beyond 32 columns."""
+def short(monkeypatch, kernels):  # noqa: F811
+    """Texts are long beyond 32 columns, and no trial attends in parts."""
+    monkeypatch.setattr(long_texts, "_are_right_on", lambda *asked: True)
     monkeypatch.setattr(static, "LEAST_COLUMNS", 16)
     monkeypatch.setattr(static, "ROOM", 8)
     monkeypatch.setattr(long_texts, "LONG", 32)
@@ -67,20 +71,20 @@ def states(dtype, rows=3, heads=2, groups=2, nodes=5, seed=0, kinds=(FULL,)):
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("nodes", [1, 5, 8])
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_attention_in_two_parts_equals_attention_by_the_mask(dtype, heads, groups, nodes, scale):
+def test_attention_in_two_parts_equals_attention_by_the_mask(dtype, heads, groups, nodes, scale, kernels):  # noqa: F811
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for rows, seed in ((1, 0), (1, 1), (3, 2), (3, 3)):
         query, key, value, mask, starts = states(dtype, rows, heads, groups, nodes, seed)
         packed = query.reshape(rows, heads, groups * nodes, SIZE)
         wanted = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
-        attend = parts_of(mask, packed, key, value)
+        attend = parts_of(mask, packed, key, value).attend
         torch.testing.assert_close(attend(packed, key, value, scale), wanted, atol=tolerance, rtol=tolerance)
         for row, start in enumerate(starts.flatten().tolist()):  # what may stand where nobody wrote
             key[row, :, start + nodes :] = value[row, :, start + nodes :] = torch.nan
         torch.testing.assert_close(attend(packed, key, value, scale), wanted, atol=tolerance, rtol=tolerance)
 
 
-def test_layers_with_windows_or_changed_masks_attend_by_their_masks(attended):
+def test_layers_with_windows_or_changed_masks_attend_by_their_masks(attended, kernels):  # noqa: F811
     """Those with windows, those that do more with their scores, and those whose mask was changed."""
     query, key, value, masks, _ = states(torch.float32, kinds=(FULL, SLIDING))
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
@@ -112,23 +116,20 @@ def test_padding_inside_or_behind_a_text_is_a_gap():
     assert has_gaps(torch.tensor([[False, False]])), "no text at all"
 
 
-def test_the_kernels_get_inputs_of_the_shapes_they_take():
+def test_the_kernels_get_inputs_of_the_shapes_they_take(monkeypatch):
     """Torch's own description of the kernels needs no device. It says what they take, and what shapes they give."""
     drawn = {"device": "meta", "dtype": torch.bfloat16}
     query, key, value = (torch.empty(2, 4, count, 64, **drawn) for count in (40, 96, 96))
     bias, columns = torch.empty(2, 1, 40, 10, **drawn), torch.empty(2, 10, device="meta", dtype=torch.long)
     lengths, asked = torch.empty(2, 1, device="meta", dtype=torch.long), []
 
-    def noting(kernel):
-        def run(*inputs):
-            asked.append((inputs, kernel(*inputs)))
-            return asked[-1][1]
+    def noting(kernel, *inputs):
+        asked.append((inputs, kernel(*inputs)))
+        return asked[-1][1]
 
-        return run
-
-    kernels = tuple(noting(kernel) for kernel in long_texts.KERNELS["cuda"])
-    cache = key[:, :, :90], value[:, :, :90]
-    out = Parts(bias, columns, lengths, lengths).attend(query, *cache, None, kernels)
+    for name in ("flash_attention_of_sequences", "efficient_attention"):
+        monkeypatch.setattr(long_texts, name, partial(noting, getattr(long_texts, name)))
+    out = Parts(bias, columns, lengths, lengths).attend(query, key[:, :, :90], value[:, :, :90], None)
     assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
     (of_text, text), (of_tree, tree) = asked
     assert [tuple(part.shape) for part in of_text[:3]] == [
@@ -207,17 +208,22 @@ def test_a_text_with_padding_inside_attends_by_masks(short, attended, captures):
 
 def other_layout(*inputs):
     """Log-sum-exps as some kernels leave them."""
-    out, sums = TWINS[0](*inputs)
+    out, sums = over_text(*inputs)
     return out, sums.T.reshape(sums.shape)
 
 
 def without_lengths(query, key, value, where, longest, scale):
     order, starts, lengths = where
-    return TWINS[0](query, key, value, (order, starts, torch.full_like(lengths, longest - 9)), longest, scale)
+    return over_text(query, key, value, (order, starts, torch.full_like(lengths, longest - 9)), longest, scale)
+
+
+def in_base_two(*inputs):
+    out, sums = over_text(*inputs)
+    return out, sums / math.log(2)
 
 
 def without_a_scale(query, key, value, bias, scale):
-    return TWINS[1](query, key, value, bias, 1.0)
+    return among_nodes(query, key, value, bias, 1.0)
 
 
 def broken(*inputs):
@@ -226,41 +232,43 @@ def broken(*inputs):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 32])
-def test_the_trial_accepts_right_kernels(dtype, rows):
-    assert why_wrong(TWINS, CPU, dtype, rows, 64) is None
+def test_the_trial_accepts_right_kernels(dtype, rows, kernels):  # noqa: F811
+    assert why_wrong(CPU, dtype, rows, 64) is None
 
 
 @pytest.mark.parametrize(
-    ("over_text", "among_nodes", "match"),
+    ("text", "nodes", "match"),
     [
-        (other_layout, TWINS[1], "log-sum-exps by"),
-        (without_lengths, TWINS[1], "outputs are off by"),
-        (lambda *inputs: tuple(found * torch.nan for found in TWINS[0](*inputs)), TWINS[1], "off by nan"),
-        (TWINS[0], without_a_scale, "outputs are off by"),
-        (broken, TWINS[1], "RuntimeError: FlashAttention only supports Ampere"),
+        (other_layout, among_nodes, "outputs are off by"),
+        (in_base_two, among_nodes, "outputs are off by"),
+        (without_lengths, among_nodes, "outputs are off by"),
+        (lambda *inputs: tuple(found * torch.nan for found in over_text(*inputs)), among_nodes, "off by nan"),
+        (over_text, without_a_scale, "outputs are off by"),
+        (broken, among_nodes, "RuntimeError: FlashAttention only supports Ampere"),
     ],
 )
-def test_the_trial_names_what_is_wrong_with_kernels(over_text, among_nodes, match):
-    assert match in why_wrong((over_text, among_nodes), CPU, torch.bfloat16, 8, 32)
+def test_the_trial_names_what_is_wrong_with_kernels(text, nodes, match, kernels):  # noqa: F811
+    kernels(text, nodes)
+    assert match in why_wrong(CPU, torch.bfloat16, 8, 32)
 
 
-@pytest.mark.parametrize(("over_text", "is_right"), [(TWINS[0], True), (broken, False)])
-def test_masks_are_used_and_the_reason_is_logged_where_the_trial_fails(over_text, is_right, monkeypatch, caplog):
-    """As on CUDA, where a device has kernels of its own."""
-    monkeypatch.setitem(long_texts.KERNELS, "cpu", (over_text, TWINS[1]))
-    monkeypatch.setattr(long_texts, "has_attention_by_name", lambda query: query.dtype == torch.bfloat16)
+@pytest.mark.parametrize(("text", "is_right"), [(over_text, True), (broken, False)])
+def test_masks_are_used_and_the_reason_is_logged_where_the_trial_fails(text, is_right, kernels, monkeypatch, caplog):  # noqa: F811
+    kernels(text)
     monkeypatch.setattr(logging.getLogger("hf_clover"), "propagate", True)
-    long_texts._are_right_on.cache_clear()
     random_state = torch.get_rng_state()
     with caplog.at_level("DEBUG", logger=long_texts.logger.name):
         for _ in range(2):
             query, key, value, mask, _ = states(torch.bfloat16)
             packed = query.reshape(3, 2, 10, SIZE)
             assert (parts_of(mask, packed, key, value) is not None) == is_right
-    long_texts._are_right_on.cache_clear()
     assert torch.equal(torch.get_rng_state(), random_state)
     told = [record.message for record in caplog.records]
     assert len(told) == (0 if is_right else 1)
     assert is_right or "by their masks on cpu, in torch.bfloat16: RuntimeError: FlashAttention" in told[0]
-    query, key, value, mask, _ = states(torch.float32)
-    assert parts_of(mask, query.reshape(3, 2, 10, SIZE), key, value) is None, "in half precision alone"
+
+
+def test_a_device_without_the_kernels_attends_by_masks():
+    query, key, value, mask, _ = states(torch.bfloat16)
+    assert parts_of(mask, query.reshape(3, 2, 10, SIZE), key, value) is None
+    assert "Error" in why_wrong(CPU, torch.bfloat16, 8, 32)

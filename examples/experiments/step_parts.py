@@ -27,7 +27,7 @@ from hf_clover.decoding.cache.static import columns_for
 from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.graphs import Graphs
 from hf_clover.decoding.target.attention import packed_attention
-from hf_clover.decoding.target.long_texts import hang_parts, kernels_on, why_wrong
+from hf_clover.decoding.target.long_texts import hang_parts, why_wrong
 from hf_clover.decoding.target.masks import FULL, MaskRules, ancestors_of, visible_columns
 from hf_clover.decoding.target.trees import TargetRun
 from hf_clover.measure.prompts import held_out_sources
@@ -190,7 +190,7 @@ def attention_of(
             hang_parts(mask, rules, ancestors, slots, dtype)
         return ([packed_attention(layer, query, keys, values, mask)[0] for keys, values in cache][-1],)
 
-    wrong = why_wrong(kernels_on(device), device, dtype, groups * nodes, shape.head_dim)
+    wrong = why_wrong(device, dtype, groups * nodes, shape.head_dim)
     graphs, clock, exact, rows = Graphs(device, "Attention over texts"), Clock(device), None, []
     for method, in_parts in (("by the mask", False), ("in parts", True)):
         run = partial(graphs.run, method, partial(attend, in_parts=in_parts), [query])

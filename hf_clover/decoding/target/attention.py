@@ -62,9 +62,9 @@ def packed_attention(
         mask = None if attention_mask is None else attention_mask[:, :, :nodes]
         return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     packed = query.reshape(batch, key.shape[1], rows, size)  # [B, K, G n, D]
-    in_parts = parts_of(attention_mask, packed, key, value)
-    if in_parts is not None:
-        out = in_parts(packed, key, value, scaling)  # [B, K, G n, D]
+    parts = parts_of(attention_mask, packed, key, value)
+    if parts is not None:
+        out = parts.attend(packed, key, value, scaling)  # [B, K, G n, D]
     else:
         attend: Any = attention_by_name if by_name else F.scaled_dot_product_attention
         out = attend(packed, key, value, attn_mask=attention_mask, scale=scaling)  # [B, K, G n, D]

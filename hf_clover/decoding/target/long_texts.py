@@ -7,14 +7,13 @@ that cannot attend in parts uses it. If a target has changed a mask, the changed
 Why: attention by a mask makes few blocks of work, each over all columns, for a device that has room for many. The
 flash kernel takes no mask. It divides the text among blocks if all rows of a key head are heads of one query token,
 and it reads the text's length on the device. The parts are merged by their log-sum-exps. On each device a trial
-compares the kernels with their exact twins. Where they differ or fail, attention uses the mask.
+compares the result with attention by a mask in float64. Where they differ, or a kernel fails, attention uses the mask.
 
 Shapes: B batch, K key heads, R rows (the nodes of each query head of a key head, n each), C cache columns, D size of a
 head; S = B K sequences, each of which begins at its own place among T tokens.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,40 +30,7 @@ logger = logging.get_logger(__name__)
 
 LONG = 2048  # up to so many columns attention uses the mask
 LARGEST_HEAD = 256  # that the flash kernel takes
-CLOSE = 0.02  # greatest error in half precision: of outputs, relative to their size, and of log-sum-exps
-
-Found = tuple[Tensor, Tensor]  # outputs, and log-sum-exps
-Kernels = tuple[Callable[..., Found], Callable[..., Found]]  # over a text, and among nodes
-
-
-def exact_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Found:
-    """The twin of `efficient_attention`."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = query.to(wide) @ key.to(wide).mT * scale + bias  # [..., R, C]
-    sums = scores.logsumexp(-1)
-    return ((scores - sums[..., None]).exp() @ value.to(wide)).to(query.dtype), sums
-
-
-def exact_attention_of_sequences(
-    query: Tensor, key: Tensor, value: Tensor, where: tuple[Tensor, ...], longest: int, scale: float
-) -> Found:
-    """The twin of `flash_attention_of_sequences`."""
-    _, starts, lengths = where
-    place = torch.arange(longest, device=query.device)  # [C]
-    is_beyond = place >= lengths[:, None]  # [S, C]
-    index = (starts[:-1, None] + place).masked_fill(is_beyond, 0)
-    keys, values = (tokens[:, 0][index].masked_fill(is_beyond[..., None], 0) for tokens in (key, value))  # [S, C, D]
-    bias = torch.zeros_like(is_beyond, dtype=query.dtype).masked_fill(is_beyond, -torch.inf)
-    return exact_attention(query, keys, values, bias[:, None], scale)
-
-
-TWINS: Kernels = (exact_attention_of_sequences, exact_attention)
-KERNELS: dict[str, Kernels] = {"cuda": (flash_attention_of_sequences, efficient_attention)}
-
-
-def kernels_on(device: torch.device) -> Kernels:
-    """The device's kernels; the exact twins where it has none."""
-    return KERNELS.get(device.type, TWINS)
+CLOSE = 0.02  # greatest error of outputs in half precision, relative to their size
 
 
 @dataclass(eq=False)
@@ -77,14 +43,15 @@ class Parts:
     lengths: Tensor  # [B, 1] columns of the text
     known: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, kernels: Kernels) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """query [B, K, R, D], key and value [B, K, C, D] -> [B, K, R, D]"""
         heads, rows, size = query.shape[1:]
         scale = size**-0.5 if scale is None else scale
         tokens = query.reshape(-1, rows, size), _as_tokens(key), _as_tokens(value)
-        text, text_sums = kernels[0](*tokens, self._sequences(key), key.shape[2], scale)  # [S, R, D], [S, R]
+        # [S, R, D] and [S, R]
+        text, text_sums = flash_attention_of_sequences(*tokens, self._sequences(key), key.shape[2], scale)
         index = self.columns[:, None, :, None].expand(-1, heads, -1, size)  # [B, K, n, D]
-        own, own_sums = kernels[1](query, key.gather(2, index), value.gather(2, index), self.bias, scale)
+        own, own_sums = efficient_attention(query, key.gather(2, index), value.gather(2, index), self.bias, scale)
         weight = torch.sigmoid(text_sums.reshape(own_sums.shape) - own_sums)[..., None]  # [B, K, R, 1]
         both = torch.lerp(own.to(weight.dtype), text.reshape(own.shape).to(weight.dtype), weight)
         return both.to(query.dtype)
@@ -130,55 +97,47 @@ def hang_parts(masks: Any, rules: MaskRules, ancestors: Tensor, slots: StaticSlo
         mask.clover_parts = Parts(bias, columns, padding, lengths)
 
 
-def parts_of(mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor] | None:
-    """The function that attends in parts, with `mask`'s result; None if attention must use the mask. query
-    [B, K, R, D]"""
+def parts_of(mask: Any, query: Tensor, key: Tensor, value: Tensor) -> Parts | None:
+    """What attends in parts, with `mask`'s result; None if attention must use the mask. query [B, K, R, D]"""
     parts: Parts | None = getattr(mask, "clover_parts", None)
-    if parts is None or any(key.stride(dim) % key.stride(2) for dim in (0, 1)) or key.stride(3) != 1:
+    rows, size = query.shape[2:]
+    if parts is None or not has_attention_by_name(query) or size > LARGEST_HEAD:
         return None
-    (rows, size), kind = query.shape[2:], query.device.type
     are_alike = (key.shape, key.stride(), key.dtype) == (value.shape, value.stride(), query.dtype)
     if not are_alike or (key.shape[2], size) != (mask.shape[3], key.shape[3]):
         return None
-    takes = kind not in KERNELS or (has_attention_by_name(query) and size <= LARGEST_HEAD)
-    if not takes or (kind in KERNELS and not _are_right_on(query.device, query.dtype, rows, size)):
-        return None
-    return functools.partial(parts.attend, kernels=kernels_on(query.device))
+    is_in_one_piece = key.stride(3) == 1 and not any(key.stride(dim) % key.stride(2) for dim in (0, 1))
+    return parts if is_in_one_piece and _are_right_on(query.device, query.dtype, rows, size) else None
 
 
 @functools.cache
 def _are_right_on(device: torch.device, dtype: torch.dtype, rows: int, size: int) -> bool:
     """First called in an eager forward, since one comes before every graph."""
-    reason = why_wrong(kernels_on(device), device, dtype, rows, size)
+    reason = why_wrong(device, dtype, rows, size)
     if reason is not None:
         logger.debug(f"Trees over long texts are attended to by their masks on {device}, in {dtype}: {reason}.")
     return reason is None
 
 
 @torch.no_grad()
-def why_wrong(kernels: Kernels, device: torch.device, dtype: torch.dtype, rows: int, size: int) -> str | None:
-    """None if the kernels return what their twins do, for few sequences, which are divided among blocks, and for
-    many."""
+def why_wrong(device: torch.device, dtype: torch.dtype, rows: int, size: int) -> str | None:
+    """None if attention in parts is exact for few texts, which are divided among blocks, and for many."""
     draw = functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device, dtype=dtype)
     try:
-        for count, longest in ((4, 4096), (256, 128)):
-            tokens = [draw(count * longest, 1, size) for _ in range(2)]
-            order = torch.arange(count + 1, dtype=torch.int32, device=device)
-            where = order, order * longest + order % 7, longest - 9 - order[:-1] * 31 % (longest // 2)
-            text: Any = (draw(count, rows, size), *tokens, where, longest, size**-0.5)
-            nodes = [each.view(2, -1, longest, size)[:, :, :16] for each in tokens]
-            bias = additive(torch.ones(2, rows, 16, dtype=torch.bool, device=device).tril(), dtype)
-            tree: Any = (draw(2, count // 2, rows, size), *nodes, bias, size**-0.5)
-            for kernel, twin, inputs in zip(kernels, TWINS, (text, tree), strict=True):
-                exact = [each.double() if isinstance(each, Tensor) else each for each in inputs]
-                (out, sums), (wanted, wanted_sums) = kernel(*inputs), twin(*exact)
-                error = float((out - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
-                off = float((sums - wanted_sums).abs().max())
-                if not (error <= CLOSE and off <= CLOSE):  # also true for NaN
-                    return f"outputs are off by {error:.1e} of their size, and log-sum-exps by {off:.1e}"
+        for batch, columns in ((2, 4096), (128, 128)):
+            row, place = torch.arange(batch, device=device)[:, None], torch.arange(columns, device=device)
+            padding, lengths = row % 7, columns - 25 - row * 31 % (columns // 2)  # [B, 1] each
+            nodes = padding + lengths + place[:16]  # [B, 16] their columns
+            own = torch.ones(batch, rows, 16, dtype=torch.bool, device=device).tril()
+            text = (place >= padding) & (place < padding + lengths)  # [B, C]
+            visible = text[:, None].expand(-1, rows, -1).scatter(2, nodes[:, None].expand(-1, rows, -1), own)
+            query, key, value = (draw(batch, 2, count, size) for count in (rows, columns, columns))
+            out = Parts(additive(own, dtype), nodes, padding, lengths).attend(query, key, value, None)
+            exact = query.double(), key.double(), value.double(), visible[:, None]
+            wanted = F.scaled_dot_product_attention(*exact)
+            error = float((out - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
+            if not error <= CLOSE:  # also true for NaN
+                return f"outputs are off by {error:.1e} of their size"
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
     return None
-
-
-__all__ = ["hang_parts", "has_gaps", "is_for_parts", "kernels_on", "parts_of", "why_wrong"]
