@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ...targets.hidden_states import capture_states
-from ...targets.private_api import as_for_decoding, cache_name, is_the_users
+from ...targets.private_api import as_for_decoding, cache_name, is_the_users, read_prompt
 from ..tree import Tree
 
 
@@ -42,6 +42,9 @@ class Run:
         self.model_kwargs = dict(model_kwargs)  # of the prompt; from `prefill` on with `position_ids` [..., B, T]
         self.theirs: Any = self.model_kwargs.pop(cache_name(), None)  # the user's, or one as plain generate makes
         self.known_columns = _columns(self.theirs)  # columns of an earlier turn
+        mask = self.model_kwargs.get("attention_mask")
+        if mask is not None and not bool(mask.all()):
+            self.prompt_mask = mask.bool()
         self._captured: list[torch.Tensor] = []
         self._open = ExitStack()
 
@@ -55,6 +58,13 @@ class Run:
     def at_end(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call `function` when this run closes."""
         self._open.callback(function, *arguments)
+
+    def _read_prompt(self, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> Any:
+        """The target's outputs for the prompt. `kwargs` are changed in place, as plain generate changes them."""
+        self._captured.clear()
+        outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
+        self.hidden = self._take_hidden()
+        return outputs
 
     def _take_hidden(self) -> torch.Tensor:
         return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
@@ -125,6 +135,3 @@ def _columns(cache: Any) -> int:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError):  # there is no cache, or it keeps only states, which have no length
         return 0
-
-
-__all__ = ["Run"]

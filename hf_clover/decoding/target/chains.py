@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
-from ...targets.private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself, read_prompt
+from ...targets.private_api import cache_name, inputs_after, inputs_of_step, makes_inputs_itself
 from ..cache.by_row import Slots
 from ..graphs import filled
 from ..processes import any_goes_on
@@ -71,21 +71,16 @@ class ChainRun(Run):
         cache, given = self.theirs, dict(self.model_kwargs)
         if isinstance(cache, DynamicCache):
             given[cache_name()] = copied(cache)
-        self._captured.clear()
-        outputs = read_prompt(self.target, input_ids, self.generation_config, given)
-        self.hidden = self._take_hidden()
-        batch, length = self.hidden.shape[:2]
-        mask = given.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            self.prompt_mask = mask.bool()
-        self._prompt_length = length if mask is None else mask.shape[1]
+        outputs = self._read_prompt(input_ids, given)
+        (batch, length), mask = self.hidden.shape[:2], given.get("attention_mask")
+        columns = length if mask is None else mask.shape[1]
         positions = given.get("position_ids")
         if positions is None:  # such a target counts columns, and the drafter does the same
-            positions = torch.arange(self._prompt_length, device=input_ids.device).expand(batch, -1)  # [B, T]
+            positions = torch.arange(columns, device=input_ids.device).expand(batch, -1)  # [B, T]
         self.model_kwargs["position_ids"] = positions
         last = positions.reshape(-1, *positions.shape[-2:])[0][:, -1:]  # [B, 1]
         self.root_position, self._last_kept = last, 1
-        self.cache.lengths = [self._prompt_length] * batch
+        self.cache.lengths = [columns] * batch
         self._ids, self._left = input_ids, limit - input_ids.shape[1] - 1
         self._inputs = inputs_after(self.target, outputs, given)
         names = set(outputs.keys())  # looking names up would make transformers warn of old ones

@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from ...network.target_parts import device_of
-from ...targets.private_api import cache_name, inputs_after, inputs_of_step, read_prompt
+from ...targets.private_api import cache_name, inputs_after, inputs_of_step
 from ..cache.by_row import TreeCache
 from ..cache.static import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
 from ..call import Text
@@ -87,21 +87,16 @@ class TargetRun(Run):
 
     def prefill(self, input_ids: torch.Tensor, limit: int | None = None) -> torch.Tensor:
         batch = input_ids.shape[0]
-        mask = self.model_kwargs.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            self.prompt_mask = mask.bool()
         if self.in_graphs:
             self._become_static(input_ids, limit)
         self._load(self.theirs)
         kwargs = {**self.model_kwargs, cache_name(): self.cache}
-        self._captured.clear()
         known = self.cache.get_seq_length()
-        outputs = read_prompt(self.target, input_ids, self.generation_config, kwargs)
+        outputs = self._read_prompt(input_ids, kwargs)
         if self.cache.get_seq_length() == known:  # Phi-3 makes its own cache for a prompt beyond some length
             self.theirs = outputs[cache_name()]
             self._load(self.theirs)
         self.cache.finish_filling(batch)
-        self.hidden = self._take_hidden()
         self._ask_for_inputs(input_ids, outputs, kwargs)
         positions = kwargs["position_ids"]
         following = positions[..., -1:].expand(*positions.shape[:-2], batch, 1) + 1  # [..., B, 1]
