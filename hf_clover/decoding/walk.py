@@ -46,20 +46,11 @@ def _replay_in_lockstep(
             text.scores += (scores,)
         if text.logits is not None:
             text.logits += (raw,)
-        if text.config.do_sample:
-            probs = torch.nn.functional.softmax(scores, dim=-1)
-            if text.dice is not None and probs.dtype == torch.float32:  # a processor may return another dtype
-                tokens = text.dice.throw(range(len(probs)), [input_ids.shape[1]] * len(probs), probs)  # [B]
-            else:
-                tokens = torch.multinomial(probs, num_samples=1).squeeze(1)  # [B]
-        else:
-            tokens = torch.argmax(scores, dim=-1)  # [B]
+        tokens = _pick(scores, text, range(len(nodes)), [input_ids.shape[1]] * len(nodes))  # [B]
         if text.pad is not None:
             tokens = tokens.masked_fill(torch.tensor(text.finished, device=tokens.device), text.pad)
         text.input_ids[0] = input_ids = torch.cat((input_ids, tokens[:, None]), dim=-1)
         stops, picked = text.criteria(input_ids, text.scores).tolist(), tokens.tolist()
-        if min(picked) < 0:
-            torch.multinomial(probs, num_samples=1)  # raises, and says why there is no token
         for row, stop in enumerate(stops):
             paths[row].append(nodes[row])
             text.tokens[row].append(picked[row])
@@ -89,14 +80,7 @@ def _replay_abreast(
             asked = [(text.processors[row], text.input_ids[row]) for row in rows]
             each = zip(asked, raw.split(1), strict=True)
             scores = torch.cat([_process(*one, here, text.config.do_sample) for one, here in each])
-        if text.dice is not None:
-            lengths = [text.input_ids[row].shape[1] for row in rows]
-            probs = torch.nn.functional.softmax(scores, dim=-1)
-            picked = text.dice.throw(rows, lengths, probs).tolist()
-            if min(picked) < 0:
-                torch.multinomial(probs, num_samples=1)  # raises, and says why there is no token
-        else:
-            picked = torch.argmax(scores, dim=-1).tolist()
+        picked = _pick(scores, text, rows, [text.input_ids[row].shape[1] for row in rows]).tolist()
         at = {}
         for place, row, node, token in zip(places, rows, nodes, picked, strict=True):
             new = torch.tensor([[token]], device=text.input_ids[row].device)
@@ -125,6 +109,19 @@ def _process(
     if bool(torch.isnan(scores).any() & (is_broken | do_sample)):
         raise_nan(scores)
     return scores
+
+
+def _pick(scores: torch.Tensor, text: Text, rows: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """One token [k] for each row of `scores` [k, V]. `rows` and `lengths`: which rows these are, and the lengths of
+    their texts."""
+    if not text.config.do_sample:
+        return torch.argmax(scores, dim=-1)
+    probs = torch.nn.functional.softmax(scores, dim=-1)
+    if text.dice is not None and probs.dtype == torch.float32:  # a processor may return another dtype
+        tokens = text.dice.throw(rows, lengths, probs)
+        if int(tokens.min()) >= 0:
+            return tokens
+    return torch.multinomial(probs, num_samples=1).squeeze(1)  # raises where a probability is NaN
 
 
 def _children(tree: Tree) -> list[dict[tuple[int, int], int]]:
