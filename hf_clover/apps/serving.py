@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..decoding.entry import refuse_encoder_decoders, refuse_what_cannot_work
+from ..decoding.entry import refuse_what_cannot_work
 from .answering import Ended, Failed, Job, Line
 from .asked import MOST_BYTES, Refused, Rules
 from .preparing import Preparer
@@ -76,8 +76,7 @@ def make_app(
             "`api_key` must be one or more printable ASCII characters without spaces: `--api-key` or "
             "HF_CLOVER_API_KEY has others, or is empty."
         )
-    refuse_encoder_decoders(target)
-    refuse_what_cannot_work(target.generation_config)
+    refuse_what_cannot_work(target, target.generation_config)
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException

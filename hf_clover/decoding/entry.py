@@ -43,7 +43,6 @@ def generate_through(
     original: Callable[..., Any], heads: DraftHeads, model: PreTrainedModel, call: dict[str, Any]
 ) -> Any:
     """`original`, transformers' `generate`, with `generate_with` as its loop. `call`: all arguments by name."""
-    refuse_encoder_decoders(model)
     passed = {name: value for name, value in call.items() if name not in NOT_PASSED}
     lacking = why_unavailable()
     if lacking is not None:
@@ -104,8 +103,7 @@ def generate_with(
     **model_kwargs: Any,
 ) -> Any:
     """Check everything that can be checked before a token is generated, then run `speculate` or plain generate."""
-    refuse_encoder_decoders(model)
-    refuse_what_cannot_work(generation_config)
+    refuse_what_cannot_work(model, generation_config)
     refuse_empty_prompts(input_ids, model_kwargs)
     if num_assistant_tokens is None:
         num_assistant_tokens = heads.generation_config.num_assistant_tokens
@@ -150,14 +148,6 @@ def with_plain_record(result: Any, prompt_length: int, reason: str | None) -> An
 # ---------------------------------------------------------------------- refusals
 
 
-def refuse_encoder_decoders(model: PreTrainedModel) -> None:
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"`assistant_model`: Clover heads draft for decoder-only models, and `{type(model).__name__}` is an "
-            "encoder-decoder. Call `generate` without `assistant_model`."
-        )
-
-
 # Settings that ask transformers for another way to decode.
 OTHER_WAYS = (
     *("num_beams", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "penalty_alpha", "dola_layers"),
@@ -165,7 +155,12 @@ OTHER_WAYS = (
 )
 
 
-def refuse_what_cannot_work(config: GenerationConfig) -> None:
+def refuse_what_cannot_work(model: PreTrainedModel, config: GenerationConfig) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"`assistant_model`: Clover heads draft for decoder-only models, and `{type(model).__name__}` is an "
+            "encoder-decoder. Call `generate` without `assistant_model`."
+        )
     if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         asked = ((name, getattr(config, name, None)) for name in OTHER_WAYS)
         name, value = next((name, value) for name, value in asked if value and (name, value) != ("num_beams", 1))
