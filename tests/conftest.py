@@ -146,11 +146,11 @@ def _pinned_budget(request, monkeypatch):
         return
     make_budget = loop.make_budget
 
-    def pinned(asked, is_ceiling, target, heads, mode=None, picking=None, room=None):
+    def pinned(asked, is_ceiling, target, heads, mode=None, picking=None, room=None, in_graphs=False):
         if asked is None:
             return PinnedBudget(24 if room is None else max(0, min(24, room)))
         if is_ceiling:
             return PinnedBudget(min(24, check_nodes(asked, room)))
-        return make_budget(asked, is_ceiling, target, heads, mode, picking, room)
+        return make_budget(asked, is_ceiling, target, heads, mode, picking, room, in_graphs)
 
     monkeypatch.setattr(loop, "make_budget", pinned)

@@ -42,7 +42,8 @@ def speculate(
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """`num_assistant_tokens`: nodes of every tree. With None the budget chooses the number, with `is_ceiling` up to
     `num_assistant_tokens`. `route`: what `choose_route` returned."""
-    budget = shared_budget(make_budget(num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys), target)
+    asked = (num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys, route.in_graphs)
+    budget = shared_budget(make_budget(*asked), target)
     layers = layers_read(heads)
     run: Run
     if route.method == TREE:

@@ -52,14 +52,20 @@ class Experience:
 
 class AutomaticBudget(Budget):
     def __init__(
-        self, experience: Experience, ceiling: int, mode: Hashable, picking: Hashable, guess: Guess = ON_CPU
+        self,
+        experience: Experience,
+        ceiling: int,
+        mode: Hashable,
+        picking: Hashable,
+        guess: Guess = ON_CPU,
+        in_graphs: bool = False,
     ) -> None:
-        """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on;
-        `guess`: of what trees cost, until they are seen."""
-        self.experience, self.mode, self.guess = experience, mode, guess
-        self.sizes_outside = [size for size in SIZES if size <= ceiling]
+        """`mode`: what costs depend on beside rows and context; `picking`: what acceptance depends on; `guess`: of
+        what trees cost, until they are seen; `in_graphs`: steps are graphs."""
+        self.experience, self.mode, self.guess, self.in_graphs = experience, mode, guess, in_graphs
+        sizes = [size for size in SIZES if size <= ceiling]
+        self.sizes = [size for size in sizes if size in (*SIZES_IN_GRAPHS, sizes[-1])] if in_graphs else sizes
         self.acceptance = experience.acceptance.setdefault(picking, Acceptance())
-        self.in_graphs = False
         self.learned: Learned  # of such steps as `ask` was asked about last
         self.key: Key | None = None  # of these
         self.drafts = self.since_plain = 0
@@ -73,12 +79,7 @@ class AutomaticBudget(Budget):
 
     @property
     def most_nodes(self) -> int:
-        return self.sizes_outside[-1]
-
-    @property
-    def sizes(self) -> list[int]:
-        every = self.sizes_outside
-        return [size for size in every if size in SIZES_IN_GRAPHS or size == every[-1]] if self.in_graphs else every
+        return self.sizes[-1]
 
     def ask(self, lengths: Sequence[int], replayed: int = 0, copies: torch.Tensor | None = None) -> tuple[int, int]:
         """A step goes without the heads where they rest, or where copies promise much more than drafts gave."""
@@ -229,6 +230,7 @@ def make_budget(
     mode: Hashable = None,
     picking: Hashable = None,
     room: int | None = None,
+    in_graphs: bool = False,
 ) -> Budget:
     """`asked` nodes at every step, or, where it is None or a ceiling, as many as pay."""
     asked = check_nodes(asked, room)
@@ -238,7 +240,7 @@ def make_budget(
     experience = memory_of(target).experience.setdefault(heads, Experience())
     device = device_of(target)
     guess = ON_CPU if device.type == "cpu" else ON_DEVICE
-    return AutomaticBudget(experience, max(ceiling, 0), (device, target.dtype, mode), picking, guess)
+    return AutomaticBudget(experience, max(ceiling, 0), (device, target.dtype, mode), picking, guess, in_graphs)
 
 
 def plain_step_of(target: PreTrainedModel, heads: DraftHeads, length: int) -> float | None:

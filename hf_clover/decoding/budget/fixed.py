@@ -36,7 +36,6 @@ def check_nodes(asked: Any, room: int | None = None) -> int | None:
 @dataclass
 class Budget:
     nodes: int
-    in_graphs: bool = False  # what it is asked about runs in graphs: there are few sizes, and costs of their own
 
     @property
     def most_nodes(self) -> int:

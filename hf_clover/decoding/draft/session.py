@@ -48,7 +48,6 @@ class DraftSession:
         self.is_needed = not text.done or run.keeps_cache  # in a conversation the heads read the text to its end
         self.obeys = must_obey([processor for those in text.processors for processor in those])
         self.drafter = self._drafter_of_conversation(heads)
-        budget.in_graphs = run.in_graphs
         waits = run.shape == "chain" and len(text.finished) > 1  # rows wait for each other
         most = 0 if waits or heads.config.draft_tree == "chain" else heads.config.draft_copies
         self.copies = Copies(text.tokens, most, heads.text_memory) if most else None

@@ -21,7 +21,6 @@ from ..tree import Tree
 
 class Run:
     shape: str | None = None  # the shape of drafts that it can verify: "chain", or None for any tree
-    in_graphs = False  # whether its forward over a tree is a graph, of one of few sizes
     cache: Any  # the target's cache; others read its `lengths`: tokens per row that it holds, or is to hold
     # [B, n, f] states of the last forward, as the heads read them; from `commit` on, the walked nodes come first
     hidden: torch.Tensor
