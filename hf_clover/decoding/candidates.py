@@ -98,6 +98,3 @@ class CloverCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """Does nothing. transformers calls it after each step."""
-
-
-__all__ = ["CloverCandidateGenerator"]

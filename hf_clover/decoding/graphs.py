@@ -43,21 +43,21 @@ def filled(value: torch.Tensor, rows: int, dim: int = 0) -> torch.Tensor:
     return F.pad(value, (0, 0) * (value.ndim - 1 - dim % value.ndim) + (0, missing)) if missing else value
 
 
-class Graph:
-    """One function, captured."""
+def as_graph(
+    function: Callable[..., Outputs], inputs: Sequence[torch.Tensor], capture: Callable[..., Any], pool: Any
+) -> Callable[..., Outputs]:
+    """`function`, captured with inputs of these shapes."""
+    with torch.inference_mode(False):  # later calls write to these tensors, in inference mode or not
+        held = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
+    replay, outputs = capture(partial(function, *held), pool)
 
-    def __init__(
-        self, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor], capture: Callable[..., Any], pool: Any
-    ) -> None:
-        with torch.inference_mode(False):  # later calls write to these tensors, in inference mode or not
-            self.inputs = [value.clone(memory_format=torch.contiguous_format) for value in inputs]
-        self._replay, self._outputs = capture(partial(function, *self.inputs), pool)
-
-    def __call__(self, *inputs: torch.Tensor) -> Outputs:
-        for mine, new in zip(self.inputs, inputs, strict=True):
+    def graph(*inputs: torch.Tensor) -> Outputs:
+        for mine, new in zip(held, inputs, strict=True):
             mine.copy_(new, non_blocking=True)
-        self._replay()
-        return tuple(output.clone() for output in self._outputs)  # the next replay writes over these
+        replay()
+        return tuple(output.clone() for output in outputs)  # the next replay writes over these
+
+    return graph
 
 
 class Graphs:
@@ -74,7 +74,7 @@ class Graphs:
 
     def forget(self) -> None:
         """Delete all graphs and free their memory, because the addresses change."""
-        self.made: dict[Hashable, Graph] = {}
+        self.made: dict[Hashable, Callable[..., Outputs]] = {}
         self._seen: set[Hashable] = set()
         # Once its last graph is gone, a pool cannot be captured into again.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -92,8 +92,8 @@ class Graphs:
     def run(self, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor]) -> Outputs:
         graph = self.made.pop(key, None)
         self.has_replayed = graph is not None or (self.capture is None and not self.is_short)
-        if graph is None and self.capture is not None and key in self._seen:
-            graph = self._captured(self.capture, function, inputs, key)
+        if graph is None and key in self._seen:
+            graph = self._captured(key, function, inputs)
         self._seen.add(key)
         if graph is None:
             return function(*inputs)
@@ -101,19 +101,17 @@ class Graphs:
         return graph(*inputs)
 
     def _captured(
-        self,
-        capture: Callable[..., Any],
-        function: Callable[..., Outputs],
-        inputs: Sequence[torch.Tensor],
-        key: Hashable,
-    ) -> Graph | None:
+        self, key: Hashable, function: Callable[..., Outputs], inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Outputs] | None:
+        if self.capture is None:
+            return None
         on_cuda = self.device.type == "cuda"
         before = torch.cuda.memory_reserved(self.device) if on_cuda else 0
         while len(self.made) >= MOST:
             del self.made[next(iter(self.made))]
         try:
             with suppress(torch.OutOfMemoryError), torch.cuda.device(self.device) if on_cuda else nullcontext():
-                graph = Graph(function, inputs, capture, self._pool)
+                graph = as_graph(function, inputs, self.capture, self._pool)
                 more = (torch.cuda.memory_reserved(self.device) - before) / 2**20 if on_cuda else 0
                 logger.info(f"{self.what}: {key} is a graph from here on; it took {more:.0f} MiB.")
                 return graph
@@ -123,9 +121,6 @@ class Graphs:
             return None
         if self.made:
             self.forget()
-            return self._captured(capture, function, inputs, key)
+            return self._captured(key, function, inputs)
         self.stop("there is no memory for a graph", is_short=True)
         return None
-
-
-__all__ = ["CAPTURES", "Graph", "Graphs", "filled"]

@@ -245,15 +245,6 @@ class TreeCache(Cache):
         filled = max((layer.filled for layer in self.layers), default=0)
         self.slots.lengths = [filled] * batch_size
 
-    def stand_at(self, lengths: Sequence[int]) -> None:
-        """After `load`: set each row's own length.
-
-        Args:
-            lengths (`Sequence[int]`):
-                One length for each row.
-        """
-        self.slots.lengths = list(lengths)
-
     @contextmanager
     def staged(self, entries: int) -> Iterator[None]:
         """Inside the block, a forward writes after each row's own length.

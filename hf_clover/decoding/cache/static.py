@@ -12,7 +12,7 @@ run would move other entries. The cache that a model used last is kept for its n
 Shapes: B rows, n tree nodes, C columns, M moved entries at most.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -65,8 +65,12 @@ class StaticSlots(Slots):
     def capacity_for(self, columns: int) -> int:
         return max(self.capacity, columns_for(columns) if self.doubles else super().capacity_for(columns))
 
-    def be_sparing(self) -> None:
+    def make_room(self, reserve: Callable[..., None], *arguments: Any) -> None:
+        """Call `reserve`; if there is no memory for it, call it again for no more columns than the text needs."""
+        with suppress(torch.OutOfMemoryError):
+            return reserve(*arguments)
         self.doubles, self.capacity = False, 0
+        reserve(*arguments)
 
 
 class StaticTreeLayer(TreeLayer):
@@ -74,10 +78,7 @@ class StaticTreeLayer(TreeLayer):
 
     def reserve(self, columns: int, like: tuple[torch.Tensor, torch.Tensor]) -> None:
         with torch.inference_mode(False):  # later calls write here, in inference mode or not
-            with suppress(torch.OutOfMemoryError):
-                return super().reserve(columns, like)
-            self.slots.be_sparing()
-            super().reserve(columns, like)
+            self.slots.make_room(super().reserve, columns, like)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -147,17 +148,9 @@ class StaticTreeCache(TreeCache):
         self.reserve(max(self.lengths))
         self._hold()
 
-    def stand_at(self, lengths: Sequence[int]) -> None:
-        super().stand_at(lengths)
-        self._hold()
-
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns; the addresses change if there was no room."""
-        with suppress(torch.OutOfMemoryError):
-            self._resize(columns)
-            return
-        self.slots.be_sparing()
-        self._resize(columns)
+        self.slots.make_room(self._resize, columns)
 
     def _resize(self, columns: int) -> None:
         capacity = self.slots.capacity_for(columns)
@@ -275,6 +268,3 @@ def give_back_cache(model: PreTrainedModel, cache: StaticTreeCache) -> None:
     device = cache.graphs.device
     if device.type != "cuda" or cache.nbytes <= KEPT * torch.cuda.get_device_properties(device).total_memory:
         memory_of(model).idle_cache = cache
-
-
-__all__ = ["NODE_COUNTS", "StaticSlots", "StaticTreeCache", "first_capacity", "give_back_cache", "take_cache"]

@@ -68,7 +68,8 @@ class GraphDrafter(CloverDrafter):
     def _tree(self, roots: torch.Tensor, nodes: int, shape: str, foresight: Foresight | None) -> Tree:
         new = self._waiting.pop()  # the one entry that `_catch_up` leaves
         counts = torch.tensor(new.counts).to(roots.device, non_blocking=True)  # [B], read before this returns
-        inputs = [new.hidden, new.next_tokens, new.positions, counts, given(self.state), roots, *self._last()]
+        ends = torch.stack((counts, roots, given(self.last)), dim=1)  # [B, 3]
+        inputs = [new.hidden, new.next_tokens, new.positions, ends, given(self.state)]
         if foresight is not None:
             foresight = foresight.whole()
             inputs.append(foresight.log_noise)
@@ -102,26 +103,23 @@ class GraphDrafter(CloverDrafter):
         return Tree.unpacked(packed[:, :batch], joint[:batch], min(max(depth, width), nodes))
 
     def _drafted(self, nodes: int, shape: str, temperature: float | None, *inputs: torch.Tensor) -> Outputs:
-        """The state [B, d], and the tree as `Tree.packed` [4, B, n] and log-probabilities [B, n]. If there is a
-        temperature, the last input is the log noise [B, D, V]."""
-        hidden, next_tokens, positions, counts, state, roots, *more = inputs
-        foresight = None if temperature is None else Foresight(more.pop(), temperature)
+        """The state [B, d], and the tree as `Tree.packed` [4, B, n] and log-probabilities [B, n]. `inputs`: those of
+        `_tree`; the log noise [B, D, V] comes last, if there is a temperature."""
+        hidden, next_tokens, positions, ends, state, *log_noise = inputs
+        foresight = None if temperature is None else Foresight(log_noise[0], temperature)
+        counts, roots, last = ends.unbind(1)
         state = self._state_after(hidden, next_tokens, positions, counts, state)
-        tree = self._grown(state, roots, counts, more, nodes, shape, foresight)
+        tree = self._grown(state, roots, last, counts, nodes, shape, foresight)
         return state, tree.packed(), tree.log_probs
-
-    def _last(self) -> list[torch.Tensor]:
-        """What a draft needs beside a state and a token."""
-        return []
 
     def _entries(self, nodes: int, shape: str) -> int:
         """Cache entries behind the text that a tree uses while it grows."""
         return 0
 
     def _grown(
-        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
+        self, state: torch.Tensor, roots: torch.Tensor, last: torch.Tensor, counts: torch.Tensor, *how: Any
     ) -> Tree:
-        """`last`: what `_last` returned; `how`: nodes, shape and foresight."""
+        """`last`: the positions before the roots; `how`: nodes, shape and foresight."""
         to_recall, slots = None, self.cache.slots
         if self.has_block and self.config.recall:
             values = self.cache.layers[-1].values[: slots.seen_rows, :, : slots.seen_columns]
@@ -169,7 +167,7 @@ class GraphDrafter(CloverDrafter):
         self.cache.slots.lengths = [0] * len(prompt.counts)
         self.state = prompt.at_last(self._states_of(prompt))
         if not self.has_block:
-            self.cache.stand_at([0] * len(prompt.counts))
+            self.cache.finish_filling(len(prompt.counts))
 
     def _encoded(self, new: Settled, cache: TreeCache) -> torch.Tensor:
         """Take in all columns of the prompt; its padding is masked."""
@@ -217,17 +215,14 @@ class GraphDrafter(CloverDrafter):
 class GraphPathDrafter(GraphDrafter, PathDrafter):
     cache: StaticTreeCache
 
-    def _last(self) -> list[torch.Tensor]:
-        return [given(self.last)]
-
     def _entries(self, nodes: int, shape: str) -> int:
         beams = nodes if shape == "levels" else min(self.config.draft_beam_width, nodes)
         return beams * (self.config.draft_depth - 1)
 
     def _grown(
-        self, state: torch.Tensor, roots: torch.Tensor, counts: torch.Tensor, last: list[torch.Tensor], *how: Any
+        self, state: torch.Tensor, roots: torch.Tensor, last: torch.Tensor, counts: torch.Tensor, *how: Any
     ) -> Tree:
-        levels = StaticLevels(self, state, last[0], self.cache.slots.starts + counts[:, None])
+        levels = StaticLevels(self, state, last, self.cache.slots.starts + counts[:, None])
         return grow_in_shape(self.heads, levels.expand, roots, *how)
 
 
@@ -264,6 +259,3 @@ def what_drafts_read(heads: DraftHeads) -> tuple:
     tensors += (part for part in borrowed.draft_rows or () if isinstance(part, torch.Tensor))
     names = ("draft_depth", "draft_beam_width", "draft_top_k", "draft_top_p", "draft_min_p")
     return tuple(getattr(heads.config, name) for name in names), tuple(tensor.data_ptr() for tensor in tensors)
-
-
-__all__ = ["IN_GRAPHS", "GraphDrafter", "GraphPathDrafter", "drafts_in_graphs"]

@@ -259,6 +259,3 @@ def processors_of(text: Text, row: int) -> LogitsProcessorList:
 def must_obey(processors: Sequence[Any]) -> bool:
     """Whether any of them must be called for drafts."""
     return any(type(one) in OBEYED or allowed_by(one) is not None or has_matchers(one) for one in processors)
-
-
-__all__ = ["DraftLogitsProcessor", "Obedience", "must_obey"]

@@ -89,6 +89,3 @@ class Levels:
         prompt = None if self.prompt_mask is None else self.prompt_mask.to(device)
         visible = visible_columns(self.ancestors, starts, max(self.settled) + nodes, prompt)  # [B, W, C]
         return additive(visible, self.states.dtype)
-
-
-__all__ = ["Levels", "PathDrafter"]
