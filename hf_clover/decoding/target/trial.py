@@ -26,7 +26,6 @@ from .trees import MADE_ANEW, OF_EACH_TOKEN, TargetRun, takes_positions
 _TREE_PARENTS = (0, 0, 0, 1, 2, 3, 4)
 _TREE_DEPTHS = (0, 1, 1, 2, 2, 3, 3)
 _TREE_LEAVES = sorted({*range(len(_TREE_PARENTS))} - {*_TREE_PARENTS})  # their paths cover all nodes
-_STEPPED = [0, 1]  # the nodes whose logits plain steps must give
 _WALKED = ((0, 2, 4), (0, 1))  # what the two rows keep, so that they end at different lengths
 
 
@@ -97,9 +96,9 @@ def _of_rows(own: dict[str, Any], rows: int, columns: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = False) -> float:
-    """The largest error of trees' logits, for two rows, one of them left-padded. The first tree is compared with plain
-    steps. The trees after it, which continue what was kept of it, are compared with plain forwards over their paths.
-    `own`: what `own_inputs` returned."""
+    """The largest error of trees' logits, for two rows, one of them left-padded. The first tree's root is compared
+    with a step of plain generate. The trees after it, which continue what was kept of it, are compared with plain
+    forwards over their paths. `own`: what `own_inputs` returned."""
     vocabulary, device = target.config.get_text_config(decoder=True).vocab_size, device_of(target)
     ids = (torch.arange(3, 3 + 12 * 7, 7) * 31 % max(vocabulary - 2, 1) + 1).clamp(max=vocabulary - 1)  # fixed tokens
     prompts = [ids[:5].tolist(), ids[2:5].tolist()]
@@ -110,10 +109,9 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
     tokens = [ids[5:12].tolist(), ids[4:11].tolist()]  # per row, the nodes' tokens
 
     kwargs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, **_of_rows(own, 2, width)}
-    # The first path of the first tree must equal steps of plain generate, padding and cache included.
-    stepped, made = _plain_steps(target, prompt, kwargs, torch.tensor(tokens, device=device)[:, _STEPPED])  # [2, k, V]
+    stepped, made = _plain_step(target, prompt, kwargs, torch.tensor(tokens, device=device)[:, :1])  # [2, V]
     own = {**own, **_of_one_row(made, 2)}
-    run, errors = TargetRun(target, GenerationConfig(), kwargs, in_graphs=in_graphs), []
+    run, errors = TargetRun(target, GenerationConfig(), kwargs, in_graphs=in_graphs), list[float]()
     drafted: list[tuple[torch.Tensor, list[int]]] = []  # logits [k, V] along a path, and the text that ends with it
     with run.open():
         run.prefill(prompt)
@@ -122,8 +120,7 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
         for turn in range(3 if in_graphs else 2):
             logits = run.verify(_trial_tree(torch.tensor(tokens, device=device)))  # [2, n, V]
             if turn == 0:
-                pairs = zip(logits[:, _STEPPED].flatten(0, 1), stepped.flatten(0, 1), strict=True)
-                errors += [_distance(*pair) for pair in pairs]
+                errors += map(_distance, logits[:, 0], stepped)
             for row, text in enumerate(prompts if turn else ()):
                 for path in map(_path_to, _TREE_LEAVES):
                     drafted.append((logits[row, path], text + [tokens[row][n] for n in path]))
@@ -133,28 +130,28 @@ def tree_error(target: PreTrainedModel, own: dict[str, Any], in_graphs: bool = F
     return max(errors + _errors_along_paths(target, drafted, own))
 
 
-def _plain_steps(
-    target: PreTrainedModel, prompt: torch.Tensor, kwargs: dict[str, Any], tokens: torch.Tensor
+def _plain_step(
+    target: PreTrainedModel, prompt: torch.Tensor, kwargs: dict[str, Any], token: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Logits [B, k, V] of `tokens` [B, k], run one by one after `prompt` [B, T] with the target's own methods, and the
-    arguments that these made for every step."""
+    """Logits [B, V] of `token` [B, 1], run after `prompt` [B, T] with the target's own methods, and the arguments that
+    these make for this step and the next."""
     inputs = {**kwargs, cache_name(): DynamicCache(config=target.config.get_text_config(decoder=True))}
-    outputs, ids, logits = read_prompt(target, prompt, GenerationConfig(), inputs), prompt, []
-    first: dict[str, Any] = {}
-    for step, token in enumerate(tokens.split(1, dim=1), start=1):
+    outputs, ids = read_prompt(target, prompt, GenerationConfig(), inputs), prompt
+    found: list[dict[str, Any]] = []
+    for step in (1, 2):
         inputs, ids = inputs_after(target, outputs, inputs), torch.cat((ids, token), dim=1)
         made = inputs_of_step(target, ids, inputs, 1, 1)
-        outputs = target(**made, return_dict=True)
-        logits.append(outputs.logits[:, -1:])
         positions = made.get("position_ids")
-        made = {name: value for name, value in made.items() if name not in MADE_ANEW and value is not None}
-        first = made if step == 1 else first
-        changing = [name for name in {**first, **made} if not _is_same(first.get(name), made.get(name))]
         if positions is not None and not bool((positions == kwargs["position_ids"][:, -1:] + step).all()):
-            changing.append("position_ids")
-        if changing:
-            raise ChangingInputError(min(changing))
-    return torch.cat(logits, dim=1), first
+            raise ChangingInputError("position_ids")
+        found.append({name: value for name, value in made.items() if name not in MADE_ANEW and value is not None})
+        if step == 1:
+            outputs = target(**made, return_dict=True)
+    first, second = found
+    changing = [name for name in {**first, **second} if not _is_same(first.get(name), second.get(name))]
+    if changing:
+        raise ChangingInputError(min(changing))
+    return outputs.logits[:, -1], first
 
 
 def _is_same(one: Any, other: Any) -> bool:
