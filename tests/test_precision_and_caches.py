@@ -162,5 +162,5 @@ def test_a_target_with_an_offloaded_cache_is_decoded_plainly(kind):
     target = build("llama", vocab_size=VOCABULARY)
     cache = kind(config=target.config, **({"max_cache_len": 64} if kind is StaticCache else {}))
     cache.offloading = True
-    route = choose_route(target, None, GenerationConfig(), {cache_name(): cache})
+    route = choose_route(target, torch.ones(1, 3), 20, GenerationConfig(), {cache_name(): cache})
     assert (route.method, route.reason) == ("plain", "a tree cannot be kept in an offloaded cache")

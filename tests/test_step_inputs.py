@@ -1,7 +1,5 @@
 """What a forward takes beside its tokens: in a tree what plain generate would pass on at each step."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from helpers.oracle import planted
@@ -202,6 +200,6 @@ def test_a_class_with_a_strict_update_of_kwargs_still_drafts_trees():
 
 def test_a_text_of_codebooks_is_continued_plainly():
     """As CSM's speech is."""
-    target, text = build("llama"), SimpleNamespace(input_ids=[torch.ones(2, 5, 32, dtype=torch.long)])
-    route = choose_route(target, text, target.generation_config, {})
+    target = build("llama")
+    route = choose_route(target, torch.ones(2, 5, 32, dtype=torch.long), 20, target.generation_config, {})
     assert (route.method, route.reason) == ("plain", "each place of its text holds 32 numbers, and not one token")

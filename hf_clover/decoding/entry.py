@@ -115,19 +115,18 @@ def generate_with(
     heads.bind(model)
     share_random_state(model)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
-    text = Text.start(*arguments, streamer)
     lacking = why_unavailable()
     if lacking is None:
-        route = choose_route(model, text, generation_config, model_kwargs)
+        longest = stopping_criteria.max_length or generation_config.max_length
+        route = choose_route(model, input_ids, longest, generation_config, model_kwargs)
     else:
         route = Route(PLAIN, f"transformers has {lacking}", is_understood=False)
-    options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
-    if route.method == PLAIN:
-        warn(route.complaint(model))
-        return with_plain_record(generate_plainly(model, *arguments, **options), input_ids.shape[1], route.reason)
     if route.method != TREE:
         warn(route.complaint(model))
-        text = Text.start(*arguments, streamer, all_as_one=True)
+    if route.method == PLAIN:
+        options = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+        return with_plain_record(generate_plainly(model, *arguments, **options), input_ids.shape[1], route.reason)
+    text = Text.start(*arguments, streamer, all_as_one=route.method != TREE)
     return speculate(
         *(model, heads, input_ids, text, model_kwargs, num_assistant_tokens),
         is_ceiling=num_assistant_tokens_schedule not in (None, "constant"),

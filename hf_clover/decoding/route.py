@@ -22,7 +22,6 @@ from .._versions import installed_version, wanted
 from ..network.target_parts import device_of
 from ..targets.made_up import made_up_llama
 from ..targets.private_api import attention_of, cache_name, makes_inputs_itself
-from .call import Text
 from .target.attention import shared_heads
 from .target.graph_rules import tell_why_no_graphs, why_no_graphs
 from .target.memory import memory_of
@@ -72,8 +71,13 @@ AS_TREES = Route(TREE)
 
 
 def choose_route(
-    target: PreTrainedModel, text: Text, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    longest: int,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
 ) -> Route:
+    """`longest`: tokens of the longest text that `input_ids` [B, T] may become."""
     cache = model_kwargs.get(cache_name())
     if not model_kwargs.get("use_cache", True):
         return Route(PLAIN, "`use_cache=False` leaves nothing to draft from")
@@ -83,21 +87,21 @@ def choose_route(
     if kind not in (None, DynamicCache, StaticCache) or getattr(cache, "offloading", False):
         kept = "an offloaded cache" if getattr(cache, "offloading", False) else f"a `{type(cache).__name__}`"
         return Route(PLAIN, f"a tree cannot be kept in {kept}")
-    if text.input_ids[0].dim() > 2:  # [B, T, codebooks]
-        return Route(PLAIN, f"each place of its text holds {text.input_ids[0].shape[-1]} numbers, and not one token")
-    reason = _why_only_one_by_one(target, text, model_kwargs)
+    if input_ids.dim() > 2:  # [B, T, codebooks]
+        return Route(PLAIN, f"each place of its text holds {input_ids.shape[-1]} numbers, and not one token")
+    reason = _why_only_one_by_one(target, input_ids.shape[1], longest, model_kwargs)
     if reason is not None:
         return Route(PLAIN, reason)
-    own = own_inputs(target, torch.cat(text.input_ids), model_kwargs)
+    own = own_inputs(target, input_ids, model_kwargs)
     eager_since = why_no_graphs(target, generation_config)
-    reason = _why_no_tree(target, own, eager_since is None) or _why_not_so_long(target, text.max_length)
+    reason = _why_no_tree(target, own, eager_since is None) or _why_not_so_long(target, longest)
     if reason is None:
         if eager_since is None:
             eager_since = memory_of(target).why_no_graphs  # a trial may just have shown it
         if eager_since is not None:
             tell_why_no_graphs(target, eager_since)
         return Route(TREE, in_graphs=eager_since is None)
-    route = _without_trees(target, len(text.finished), cache, reason, own)
+    route = _without_trees(target, len(input_ids), cache, reason, own)
     misunderstood = why_not_understood()
     return route if misunderstood is None else replace(route, reason=misunderstood, is_understood=False)
 
@@ -192,12 +196,12 @@ def _why_not_so_long(target: PreTrainedModel, length: int) -> str | None:
     return None
 
 
-def _why_only_one_by_one(target: PreTrainedModel, text: Text, model_kwargs: dict[str, Any]) -> str | None:
-    """Some targets compute every token of a forward in another way once the text is longer than a limit."""
+def _why_only_one_by_one(target: PreTrainedModel, start: int, end: int, model_kwargs: dict[str, Any]) -> str | None:
+    """Some targets compute every token of a forward in another way once the text is longer than a limit. `start` and
+    `end`: its length at first, and at most."""
     config = target.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
-    start, embeds = text.input_ids[0].shape[1], model_kwargs.get("inputs_embeds")
-    end = text.max_length
+    embeds = model_kwargs.get("inputs_embeds")
     if start == 0 and embeds is not None:  # then `max_length` does not count the prompt
         start, end = embeds.shape[1], end + embeds.shape[1]
     limit = getattr(config, "original_max_position_embeddings", None)
