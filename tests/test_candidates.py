@@ -73,9 +73,14 @@ def test_a_custom_loop_gives_plain_tokens_with_our_candidate_generator(fitted):
 # ---------------------------------------------------------------------- EAGLE-3
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+SAMPLED = {"do_sample": True, "temperature": 0.7}
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "sampling"),
+    [("llama", (7,), {}), ("llama", (5, 9, 3), SAMPLED), ("qwen3", (5, 9, 3), {}), ("mixtral", (7,), SAMPLED)],
+    ids=["one-greedy", "ragged-sampled", "ragged-greedy", "one-sampled"],
+)
 def test_trees_of_eagle3_heads_change_no_token(name, lengths, sampling):
     target, inputs = build(name, vocab_size=VOCABULARY), ragged_batch(VOCABULARY, lengths)
     longest = inputs["input_ids"][lengths.index(max(lengths)), None]  # and what follows on it
