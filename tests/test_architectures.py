@@ -23,13 +23,30 @@ SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 8}
 SHAPES = {"one": (7,), "ragged": (5, 9, 3)}
 VARIANTS = ("clover-x", "clover-2", "clover", "medusa")
 
-# In the short set every family has its first attention, and one variant of real heads: the next family has the next.
-EVERY = pytest.mark.long(
-    "hf_clover/network", "hf_clover/decoding/target/attention.py", "hf_clover/decoding/target/masks.py"
+# In the short set every family has its first attention with planted drafts, and every fourth one has real heads: the
+# next of them has the next variant.
+OF_TARGETS = pytest.mark.long(
+    "hf_clover/network",
+    "hf_clover/decoding/target/attention.py",
+    "hf_clover/decoding/target/masks.py",
+    "hf_clover/decoding/target/chains.py",
+    "hf_clover/decoding/target/one_by_one.py",
 )
-PLANTED = [pytest.param(*run, marks=() if run[1] == ZOO[run[0]].attn[0] else EVERY) for run in TREE_RUNS]
+OF_HEADS = pytest.mark.long(
+    "hf_clover/network",
+    "hf_clover/origins",
+    "hf_clover/decoding/draft/drafter.py",
+    "hf_clover/decoding/target/attention.py",
+    "hf_clover/decoding/target/masks.py",
+)
+
+
+def planted_runs(runs):
+    return [pytest.param(*run, marks=() if run[1] == ZOO[run[0]].attn[0] else OF_TARGETS) for run in runs]
+
+
 REAL_HEADS = [
-    pytest.param(name, variant, marks=() if variant == VARIANTS[place % len(VARIANTS)] else EVERY)
+    pytest.param(name, variant, marks=() if place % 16 == 4 * VARIANTS.index(variant) else OF_HEADS)
     for place, name in enumerate(FAMILIES)
     for variant in VARIANTS
 ]
@@ -37,10 +54,11 @@ REAL_HEADS = [
 
 def test_the_short_set_has_every_family_and_every_variant():
     short = [parameters.values for parameters in REAL_HEADS if not parameters.marks]
-    assert [name for name, _ in short] == FAMILIES
+    assert [name for name, _ in short] == FAMILIES[::4]
     assert {variant for _, variant in short} == set(VARIANTS)
-    short = {parameters.values[0] for parameters in PLANTED if not parameters.marks}
-    assert short == {name for name, case in ZOO.items() if case.available and case.route == "tree"}
+    for runs in (TREE_RUNS, CHAIN_RUNS):
+        short = {parameters.values[0] for parameters in planted_runs(runs) if not parameters.marks}
+        assert short == {name for name, _ in runs}
 
 
 def generate(model, inputs, heads=None, **kwargs):
@@ -50,7 +68,7 @@ def generate(model, inputs, heads=None, **kwargs):
     return model.generate(**inputs, **kwargs)
 
 
-@pytest.mark.parametrize(("name", "attention"), PLANTED)
+@pytest.mark.parametrize(("name", "attention"), planted_runs(TREE_RUNS))
 def test_greedy_tokens_equal_plain_with_planted_trees_for_every_target(name, attention):
     model = build(name, attention, vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(model)
@@ -76,7 +94,7 @@ def test_greedy_and_seeded_tokens_equal_plain_with_untrained_heads(name, variant
     heads = CloverHeads.from_target(model, variant=variant)
     for lengths in SHAPES.values():
         inputs, accepted = ragged_batch(16, lengths), 0
-        for seed, kwargs in enumerate(({}, SAMPLED, SAMPLED)):
+        for seed, kwargs in enumerate(({}, SAMPLED)):
             torch.manual_seed(seed)
             plain = generate(model, inputs, **kwargs).sequences
             after_plain = torch.rand(1)
@@ -88,7 +106,7 @@ def test_greedy_and_seeded_tokens_equal_plain_with_untrained_heads(name, variant
         assert accepted > 0
 
 
-@pytest.mark.parametrize(("name", "attention"), CHAIN_RUNS)
+@pytest.mark.parametrize(("name", "attention"), planted_runs(CHAIN_RUNS))
 def test_tokens_equal_plain_where_a_target_verifies_planted_chains(name, attention):
     """Greedy and sampled, alone and in a batch; some drafts are accepted and some rejected."""
     model = build(name, attention, vocab_size=VOCABULARY)

@@ -60,6 +60,7 @@ def counts(sequences: torch.Tensor) -> torch.Tensor:
     return torch.bincount((sequences[:, -STEPS:] * powers).sum(1), minlength=VOCABULARY**STEPS)
 
 
+@pytest.mark.long("hf_clover/decoding/call.py", "hf_clover/decoding/tree.py", "hf_clover/decoding/walk.py")
 @pytest.mark.parametrize("tree", ["global", "levels", "chain"])
 def test_sampled_texts_follow_the_targets_distribution(model, tree):
     heads = fit(CloverHeads.from_target(model, draft_tree=tree), model, temperature=SAMPLING["temperature"])

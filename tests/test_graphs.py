@@ -296,7 +296,10 @@ def test_disable_compile_captures_no_graph(target, inputs, captures):  # noqa: F
         ("a hook", "it has hooks, which a graph would leave out"),
         ("8 bit", "its 8-bit layers look for outliers on the host"),
         ("several devices", "its weights are on several devices, or are moved for every forward"),
-        ("compiled", "its forward is compiled"),
+        pytest.param(
+            *("compiled", "its forward is compiled"),
+            marks=pytest.mark.long("hf_clover/decoding/target/graph_rules.py", "hf_clover/targets/private_api.py"),
+        ),
     ],
 )
 def test_targets_that_no_graph_may_hold_run_eagerly(target, why, match, captures, caplog, monkeypatch):  # noqa: F811

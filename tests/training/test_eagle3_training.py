@@ -13,6 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_clover import CloverTrainer, Eagle3Heads, load_heads
 
+pytestmark = pytest.mark.long("hf_clover/training", "hf_clover/network", "hf_clover/origins")
+
 VECTORS = Path(__file__).parents[1] / "reference_vectors" / "eagle3" / "llama_reduced" / "heads"
 
 
