@@ -53,9 +53,7 @@ class Served:
     def __init__(self, folder: Path, port: int, key: str = "none") -> None:
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
-        self.target = AutoModelForCausalLM.from_pretrained(folder / "target")
-        self.tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-        self.tokenizer.chat_template = CHAT_TEMPLATE
+        self.target, self.tokenizer, _ = parts_of(folder)
 
     def plain(self, prompt: str | list[dict[str, str]], new: int, **settings: Any) -> str:
         """Plain generate's text after a text or messages."""
@@ -108,10 +106,7 @@ def parts_of(folder: Path) -> tuple[Any, Any, CloverHeads]:
 
 @pytest.fixture(scope="module")
 def start(folder: Path) -> Callable[..., Any]:
-    def app(**options: Any) -> Any:
-        return serving.make_app(*parts_of(folder), NAME, **options)
-
-    return app
+    return lambda **options: serving.make_app(*parts_of(folder), NAME, **options)
 
 
 @pytest.fixture(scope="module")
@@ -160,14 +155,11 @@ def test_a_stream_is_the_same_text_in_pieces(served: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_answer_equals_plain_generates_text_of_the_messages(served: Served, stream: bool) -> None:
-    messages = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "x"}]
-    messages.append({"role": "user", "content": "for x in"})
+    said = (("user", "def f"), ("assistant", "x"), ("user", "for x in"))
+    messages = [{"role": role, "content": content} for role, content in said]
     answer = served.client.chat.completions.create(model=NAME, messages=messages, max_tokens=24, stream=stream)
-    if stream:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
-    else:
-        text = answer.choices[0].message.content
-    assert text == served.plain(messages, 24)
+    parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    assert "".join(part.content or "" for part in parts) == served.plain(messages, 24)
 
 
 def test_a_response_streamed_or_not_equals_plain_generates_text_of_its_input(served: Served) -> None:
@@ -206,10 +198,6 @@ def test_a_stop_text_ends_an_answer_wherever_its_tokens_end(served: Served) -> N
         of_generation = {"extra_body": {"generation_config": {"stop_strings": stop}}}
         for fields in ({"stop": stop}, {"stop": ["never said", stop]}, of_generation):
             assert served.asked(max_tokens=60, **fields).choices[0].text == expected
-
-
-def test_the_model_is_listed_by_its_name(served: Served) -> None:
-    assert [model.id for model in served.client.models.list()] == [NAME]
 
 
 # ---------------------------------------------------------------------- what goes wrong
@@ -263,8 +251,6 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         ({"messages": ["hello"]}, None, "must be an object with a `role`"),
         ({"messages": [{"content": "hello"}]}, None, "must be an object with a `role`"),
         (chat(content=3), None, "content` must be a text"),
-        (chat(content=["hello"]), None, "content` must be a text"),
-        ({**chat(content="x"), "temperature": "hot"}, None, "`temperature` must be a number"),
         ({**chat(content="x"), "max_tokens": 1.5}, None, "`max_tokens` must be an integer"),
         ({**chat(content="x"), "max_tokens": 0}, None, "must be at least 1"),
         (text(model="org/another"), None, "pinned to 'tiny'"),
@@ -273,7 +259,6 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         (text(stop=""), "stop", "at most 16 texts of 1 to 128 letters"),
         (text(prompt="a\ud800"), "prompt", "`prompt` holds half a character (\\ud800)"),
         (chat(content="\udc00"), "messages[0].content", "holds half a character"),
-        (text(stop=["\udc00"]), "stop[0]", "`stop[0]` holds half a character"),
         (text(**{"\udc00": 1}), "the request", "holds half a character"),
         ({**text(), "\udc00": "\udc00"}, "\\udc00", "`\\udc00` holds half a character"),
         (text(**{"x" * 9000: 1}), "x" * 120, "is not a field that /v1/completions takes here"),
@@ -282,7 +267,6 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         (text(stream="yes"), "stream", "`stream` must be true or false"),
         (text(seed=2**64), "seed", "must be at most 9223372036854775807"),
         (text(temperature=-1), "temperature", "must be a number from 0.01 to 100, or 0, not -1"),
-        (text(top_p=2), "top_p", "must be a number from 0 to 1, not 2"),
         (b'{"prompt": "a", "top_p": NaN}', None, "NaN is not a number in JSON"),
         (b'{"prompt": "a", "top_p": 1e999}', "top_p", "from 0 to 1"),
         (text(frequency_penalty=-1), "frequency_penalty", "from -0.9 to 2"),
@@ -290,7 +274,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         (text(logit_bias={"3": "x"}), "logit_bias.3", "must be a number from -1000 to 1000"),
         (text(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "at most 1024 tokens"),
         (text(colour="red"), "colour", "`colour` is not a field that /v1/completions takes here"),
-        (text(n=2), "n", "`n=2` is not supported: a request gets one text (at most 1)"),
+        (text(n=2), "n", "`n=2` is not supported: a request gets one text (at most 1); send it several times"),
         (text(best_of=3), "best_of", "`best_of=3` is not supported"),
         (text(echo=True), "echo", "`echo=true` is not supported"),
         (text(logprobs=1), "logprobs", "`logprobs=1` is not supported"),
@@ -302,7 +286,6 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         (config(temperature="hot"), None, 'temperature` must be a number from 0.01 to 100, not "hot"'),
         (config(top_k=-1), None, "`generation_config.top_k=-1` is too small: it must be at least 0"),
         (config(do_sample=1), None, "`generation_config.do_sample` must be true or false, not 1"),
-        (config(max_new_tokens=[1]), None, "max_new_tokens` must be an integer, not [1]"),
         (config(max_length=9), None, "`generation_config.max_length` is not taken from clients"),
         (config(cache_implementation="static"), None, "is not taken from clients: leave it out. These"),
         (config(use_cache=False), None, "drafts need the cache"),
@@ -322,7 +305,6 @@ OF_GENERATION = "`generation_config` must be an object of settings"
             "an object, or such an object as JSON",
         ),
         (chat(tool_call_id=5), "messages[0].tool_call_id", "must be a text"),
-        ({**chat(content="x"), "n": 2}, "n", "send it several times"),
         ({**chat(content="x"), "tools": [1]}, "tools[0]", "`tools[0]` must be an object"),
         ({**chat(content="x"), "tools": [{"function": 1}]}, "tools[0].function", "with a `name`"),
         ({**chat(content="x"), "tool_choice": "required"}, "tool_choice", "`auto` and `none`"),
@@ -339,12 +321,10 @@ OF_GENERATION = "`generation_config` must be an object of settings"
 def test_a_wrong_request_is_refused_with_the_reason(served: Served, body: Any, param: str | None, reason: str) -> None:
     by_field = {"prompt": "completions", "input": "responses", "": "chat/completions"}
     route = next(route for field, route in by_field.items() if field in str(body))
-    for stream in (False, True):
-        sent = body if isinstance(body, bytes) else {"stream": stream, **body}
-        status, error = served.post(f"/v1/{route}", sent)
-        assert reason in error["message"]
-        assert (status, error["type"]) == (400, "invalid_request_error")
-        assert param is None or error["param"] == param
+    status, error = served.post(f"/v1/{route}", body)
+    assert reason in error["message"]
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert param is None or error["param"] == param
 
 
 def test_a_request_whose_content_type_is_not_json_is_refused(served: Served) -> None:
@@ -353,17 +333,21 @@ def test_a_request_whose_content_type_is_not_json_is_refused(served: Served) -> 
     assert "must be 'application/json'" in error["message"]
 
 
-def test_a_prompt_that_cannot_be_rendered_or_tokenised_is_refused(served: Served, start: Callable[..., Any]) -> None:
+def refusal(tokenizer: Any, route: str, body: dict[str, Any], positions: int = 4096) -> dict[str, Any]:
+    rules = asked.Rules(NAME, positions, vocabulary=40)
+    return json.loads(preparing.answer(tokenizer, rules, route, json.dumps(body).encode()))["refused"]
+
+
+def test_a_prompt_that_cannot_be_rendered_or_tokenised_is_refused(served: Served) -> None:
     """The model's own template cannot render the messages, or the tokenizer raises."""
-    rules, body = asked.Rules(NAME, 4096, 40), json.dumps(chat(content="x")).encode()
-    tokenizer = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path)
-    answer = json.loads(preparing.answer(tokenizer, rules, asked.CHAT, body))["refused"]
-    assert "the model has no chat template: send a `prompt` to /v1/completions" in answer["message"]
+    tokenizer, body = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path), chat(content="x")
+    without = refusal(tokenizer, asked.CHAT, body)
+    assert "the model has no chat template: send a `prompt` to /v1/completions" in without["message"]
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    answer = json.loads(preparing.answer(tokenizer, rules, asked.CHAT, body))["refused"]
-    assert "the chat template cannot render them (TemplateError: roles must alternate)" in answer["message"]
-    answer = json.loads(preparing.answer(None, rules, asked.COMPLETIONS, json.dumps(text()).encode()))["refused"]
-    assert "`prompt` cannot be rendered and tokenised (TypeError" in answer["message"]
+    raised = "the chat template cannot render them (TemplateError: roles must alternate)"
+    assert raised in refusal(tokenizer, asked.CHAT, body)["message"]
+    raised = "`prompt` cannot be rendered and tokenised (TypeError"
+    assert raised in refusal(None, asked.COMPLETIONS, text())["message"]
 
 
 def test_a_failure_of_the_server_is_an_error_of_openais_form(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +368,7 @@ def test_a_failure_of_the_server_is_an_error_of_openais_form(served: Served, mon
 # ---------------------------------------------------------------------- what takes long, or much
 
 
-@pytest.mark.parametrize("name", ["chat_template", "max_length", "padding", "tokenize", "conversation"])
+@pytest.mark.parametrize("name", ["chat_template", "max_length", "tokenize"])
 def test_a_client_may_set_only_variables_of_the_chat_template(served: Served, name: str) -> None:
     body = {**chat(content="x"), "chat_template_kwargs": {name: "max_length"}}
     status, error = served.post("/v1/chat/completions", body)
@@ -430,10 +414,8 @@ def test_a_template_that_takes_too_much_memory_is_refused(open_served: Served) -
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(served: Served) -> None:
-    rules = asked.Rules(NAME, positions=10, vocabulary=40)
-    body = json.dumps(text(prompt="é" * 81)).encode()
     tokenizer = Mock(side_effect=AssertionError("tokenised"))
-    refused = json.loads(preparing.answer(tokenizer, rules, asked.COMPLETIONS, body))["refused"]
+    refused = refusal(tokenizer, asked.COMPLETIONS, text(prompt="é" * 81), positions=10)
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
     status, error = served.post("/v1/completions", text(prompt="a" * 70_000))
     assert (status, error["code"]) == (400, "context_length_exceeded")
@@ -519,8 +501,8 @@ def test_every_route_but_health_asks_for_the_key(open_served: Served, path: str,
     assert "`authorization` must be 'Bearer KEY'" in error["message"]
 
 
-def test_the_right_key_is_accepted_and_a_wrong_one_refused(open_served: Served) -> None:
-    assert open_served.get("/v1/models", Authorization="Bearer sesame")["data"][0]["id"] == NAME
+def test_the_right_key_lists_the_model_and_a_wrong_one_is_refused(open_served: Served) -> None:
+    assert [model.id for model in open_served.client.models.list()] == [NAME]
     status, error = open_served.post("/v1/completions", text())
     assert (status, error["param"]) == (401, "authorization")
     with pytest.raises(openai.AuthenticationError):
@@ -528,10 +510,9 @@ def test_the_right_key_is_accepted_and_a_wrong_one_refused(open_served: Served) 
 
 
 def test_keys_are_compared_in_constant_time(open_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared, compare = [], hmac.compare_digest
-    monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or compare(*both))
+    monkeypatch.setattr(hmac, "compare_digest", compare := Mock(wraps=hmac.compare_digest))
     open_served.get("/v1/models", Authorization="Bearer sesame")
-    assert compared == [(b"Bearer sesame", b"Bearer sesame")]
+    compare.assert_called_once_with(b"Bearer sesame", b"Bearer sesame")
 
 
 @pytest.mark.parametrize("key", ["", "two words", "clé"])
@@ -559,18 +540,19 @@ def test_a_suffix_is_appended_to_the_text(served: Served) -> None:
 
 def test_text_parts_and_tool_calls_reach_the_chat_template(served: Served) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    read = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "if a"}, {"type": "text", "text": "x"}]},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "z"},
     ]
-    understood = asked.understand(json.dumps({"messages": messages}).encode(), asked.CHAT, asked.Rules("", 99, 40))
-    read = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
-    assert understood.messages == [
+    expected = [
         {"role": "user", "content": "if a x"},
         {"role": "assistant", "content": "", "tool_calls": [read]},
         {"role": "tool", "content": "z", "tool_call_id": "1"},
     ]
+    rules = asked.Rules("", 99, 40)
+    assert asked.understand(json.dumps({"messages": messages}).encode(), asked.CHAT, rules).messages == expected
     items = [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "if a x"}]},
         {"type": "reasoning", "content": [], "summary": []},
@@ -578,10 +560,9 @@ def test_text_parts_and_tool_calls_reach_the_chat_template(served: Served) -> No
         {"type": "function_call_output", "call_id": "1", "output": "z"},
     ]
     body = json.dumps({"input": items, "instructions": "be brief"}).encode()
-    messages = asked.understand(body, asked.RESPONSES, asked.Rules("", 99, 40)).messages
-    assert messages[0] == {"role": "system", "content": "be brief"}
-    del understood.messages[1]["tool_calls"][0]["type"]
-    assert messages[1:] == understood.messages
+    del expected[1]["tool_calls"][0]["type"]
+    said_before = {"role": "system", "content": "be brief"}
+    assert asked.understand(body, asked.RESPONSES, rules).messages == [said_before, *expected]
 
 
 TOLD = [
@@ -638,10 +619,8 @@ def told_of(parser: Any, tokenizer: Any, text: str, stream: bool = True) -> list
 def test_the_parser_of_transformers_separates_reasoning_from_text(served: Served, stream: bool) -> None:
     tokenizer = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path)
     thinking = {"open": "(", "close": ")", "content": "text"}
-    tokenizer.response_template = {
-        "start_anchor": "if a",
-        "fields": {"reasoning_content": thinking, "content": {"content": "text"}},
-    }
+    fields = {"reasoning_content": thinking, "content": {"content": "text"}}
+    tokenizer.response_template = {"start_anchor": "if a", "fields": fields}
     parser = private_api.response_parser(tokenizer, served.target, tokenizer("if a").input_ids, None)
     if parser is None:
         pytest.skip("this version of transformers has none")
@@ -693,29 +672,17 @@ def test_models_cannot_be_loaded_or_unloaded_by_clients(served: Served, path: st
 # ---------------------------------------------------------------------- the command
 
 
-class Eager:
-    """A teacher who never comes to an end by himself."""
-
-    steps = tokens = 0
-
-    def idle_step(self) -> bool:
-        self.steps += 1
-        time.sleep(0.001)
-        return True
-
-    def listen(self, _: Any) -> Any:
-        return SimpleNamespace(hear=lambda *_: None, remember=lambda *_: None, end=lambda *_: None)
-
-
 def test_learning_pauses_for_requests_and_stops_with_the_server(folder: Path) -> None:
+    """The teacher never comes to an end by himself."""
     target, tokenizer, heads = parts_of(folder)
-    heads.learner = eager = Eager()
+    idle_step = Mock(side_effect=lambda: time.sleep(0.001) or True)
+    heads.learner = Mock(tokens=0, idle_step=idle_step)
     with running(serving.make_app(target, tokenizer, heads, NAME)) as port:
-        served, steps = Served(folder, port), [0]
+        served = Served(folder, port)
         for text in TEXTS[:3]:
             assert served.asked(text, max_tokens=12).choices[0].text == served.plain(text, 12)
-            wait_until(lambda: eager.steps > steps[-1], "it did not learn after the request")
-            steps.append(eager.steps)
+            idle_step.reset_mock()
+            wait_until(lambda: idle_step.called, "it did not learn after the request")
 
 
 def test_heads_learn_between_requests(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
