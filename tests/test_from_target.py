@@ -72,6 +72,10 @@ def said(log, words: str = "") -> list[str]:
     return [record.getMessage() for record in log.records if words in record.getMessage()]
 
 
+def has_hooks(model: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 # ---------------------------------------------------------------------- what is borrowed
 
 
@@ -111,7 +115,7 @@ def test_every_variant_can_be_made_for_every_target_and_changes_nothing_in_it(na
     assert out.isfinite().all()
     assert heads.score(out).shape == (config.num_heads, 1, 7, VOCABULARY)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not has_hooks(model)
 
 
 @pytest.mark.parametrize("ids", [(1, 2, 3), (None, [4, 5], None), (None, None, None)])
@@ -160,10 +164,8 @@ def test_heads_of_vision_language_targets_give_the_targets_logits():
     text = dict(SIZES, vocab_size=VOCABULARY, head_dim=8)
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     vision |= dict(image_size=8, patch_size=4)
-    gemma = Gemma3Config(
-        text_config=Gemma3TextConfig(**text).to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_id=31
-    )
-    clip = {"model_type": "clip_vision_model", **vision}
+    parts = dict(text_config=Gemma3TextConfig(**text).to_dict(), vision_config=vision, image_token_id=31)
+    gemma, clip = Gemma3Config(**parts, mm_tokens_per_image=4), {"model_type": "clip_vision_model", **vision}
     llava = LlavaConfig(text_config=LlamaConfig(**text), vision_config=clip, image_token_id=31)
     for target in (Gemma3ForConditionalGeneration(gemma).eval(), LlavaForConditionalGeneration(llava).eval()):
         check_the_logits(target, CloverHeads.from_target(target), random_ids(1, 5) % 30)
@@ -179,17 +181,13 @@ def last_layer(model: nn.Module) -> nn.Module:
 def what_the_last_layer_does(model: nn.Module, ids: torch.Tensor) -> SimpleNamespace:
     """Its input, what stands between attention and MLP, its output."""
     layer, seen = last_layer(model), SimpleNamespace()
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, kwargs: setattr(seen, "before", args[0]), with_kwargs=True),
+    with (
+        torch.no_grad(),
+        layer.register_forward_pre_hook(lambda _, args: setattr(seen, "before", args[0])),
         layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: setattr(seen, "between", args[0])),
-        layer.register_forward_hook(
-            lambda _, __, out: setattr(seen, "after", out[0] if isinstance(out, tuple) else out)
-        ),
-    ]
-    with torch.no_grad():
+        layer.register_forward_hook(lambda _, __, out: setattr(seen, "after", out[0] if type(out) is tuple else out)),
+    ):
         model(input_ids=ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
     return seen
 
 
@@ -280,49 +278,12 @@ def test_copied_weights_equal_those_of_the_last_layer(name, dtype):
     assert config.num_key_value_heads == model.config.num_key_value_heads == 2
 
 
-def test_fused_projections_are_split():
-    model = build("phi3", vocab_size=VOCABULARY)
-    heads, layer = CloverHeads.from_target(model, "clover-2"), last_layer(model)
-    fused = layer.self_attn.qkv_proj.weight
-    for ours in heads.layers:
-        assert torch.equal(ours.self_attn.q_proj.weight, fused[:64])
-        assert torch.equal(ours.self_attn.k_proj.weight, fused[64:96])
-        assert torch.equal(ours.self_attn.v_proj.weight, fused[96:])
-        assert torch.equal(ours.self_attn.o_proj.weight, layer.self_attn.o_proj.weight)
-        assert torch.equal(ours.mlp.gate_proj.weight, layer.mlp.gate_up_proj.weight[:96])
-        assert torch.equal(ours.mlp.up_proj.weight, layer.mlp.gate_up_proj.weight[96:])
+LLAMA_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 
 
-def test_factors_of_granite_are_multiplied_into_the_copied_weights():
-    """Granite multiplies attention scores and residuals; the heads' layer has no such factors."""
-    model = build("granite", vocab_size=VOCABULARY)
-    layer = last_layer(model)
-    assert layer.self_attn.scaling == 0.3
-    assert layer.residual_multiplier == 0.8
-    ours = CloverHeads.from_target(model, "clover-2").layers[0]
-    torch.testing.assert_close(ours.self_attn.q_proj.weight, layer.self_attn.q_proj.weight * 0.3 * 4)
-    torch.testing.assert_close(ours.mlp.down_proj.weight, layer.mlp.down_proj.weight * 0.8)
-    assert torch.equal(ours.self_attn.k_proj.weight, layer.self_attn.k_proj.weight)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default", "rope_theta": 500000.0},
-        {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-        {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rotary_embeddings_are_the_targets(rope):
-    model = make_llama(rope_parameters=rope, hidden_size=64)
+@pytest.mark.parametrize(("kind", "rope"), [("default", {}), ("linear", {"factor": 4.0}), ("llama3", LLAMA_3)])
+def test_rotary_embeddings_are_the_targets(kind, rope):
+    model = make_llama(rope_parameters={"rope_type": kind, "rope_theta": 500000.0, **rope}, hidden_size=64)
     check_the_copies(model, CloverHeads.from_target(model, "clover-2"), ("attention", "MLP"), length=40)
 
 
@@ -414,17 +375,15 @@ def test_a_target_in_training_mode_is_read_without_dropout_and_left_as_it_was():
 
 def test_a_target_whose_forward_fails_is_copied_unchecked(monkeypatch):
     model = make_llama()
-
-    monkeypatch.setattr(model, "forward", Mock(side_effect=RuntimeError("more than tokens is wanted")))
-    heads = CloverHeads.from_target(model, "clover-2")
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "forward", Mock(side_effect=RuntimeError("more than tokens is wanted")))
+        heads = CloverHeads.from_target(model, "clover-2")
     assert torch.equal(heads.layers[-1].mlp.up_proj.weight, last_layer(model).mlp.up_proj.weight)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
+    assert not has_hooks(model)
     monkeypatch.setattr(last_layer(model), "forward", Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(model, "forward", type(model).forward.__get__(model))
     with pytest.raises(KeyboardInterrupt):
         CloverHeads.from_target(model)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not has_hooks(model)
 
 
 # ---------------------------------------------------------------------- wrapped and quantised targets
@@ -492,9 +451,8 @@ def test_a_target_without_any_readable_rows_is_refused():
 
 
 def test_a_target_without_an_lm_head_is_refused():
-    heads, model = CloverHeads.from_target(make_llama()), make_llama().model
     with pytest.raises(ValueError, match="`LlamaModel` has no output embeddings"):
-        heads.bind(model)
+        CloverHeads.from_target(make_llama()).bind(make_llama().model)
 
 
 def test_an_encoder_decoder_is_refused():
@@ -550,10 +508,8 @@ def test_heads_for_a_target_with_another_lm_head_are_refused():
 def test_a_fine_tuned_target_gives_a_warning(log):
     model = make_llama()
     heads = CloverHeads.from_target(model)
-    with torch.no_grad():
-        weight = model.lm_head.weight
-        weight.add_(0.1 * weight.std() * torch.randn_like(weight))
-    tuned = fingerprint(weight)
+    stir(model.lm_head, 0.1 * model.lm_head.weight.std())
+    tuned = fingerprint(model.lm_head.weight)
     differing = (int(tuned, 16) ^ int(heads.config.target_fingerprint, 16)).bit_count()
     assert 0 < differing < 0.2 * 128
     object.__setattr__(heads, "_borrowed", None)
