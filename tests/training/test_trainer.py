@@ -23,12 +23,8 @@ from hf_clover.training.metrics import HeadMetrics
 
 # CI runs one test of these for every change, with the oldest versions.
 pytestmark = pytest.mark.long("hf_clover/targets", "hf_clover/origins")
-TURNS = [
-    {"role": "user", "content": "w1 w2 w3 w4"},
-    {"role": "assistant", "content": "w5 w6 w7 w8"},
-    {"role": "user", "content": "w9 w10"},
-    {"role": "assistant", "content": "w11 w12 w13 w14 w15"},
-]
+SAID = ("w1 w2 w3 w4", "w5 w6 w7 w8", "w9 w10", "w11 w12 w13 w14 w15")
+TURNS = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, SAID, strict=True)]
 
 
 def trained(*args: Any, **fields: Any) -> CloverTrainer:
@@ -123,15 +119,13 @@ def test_the_label_mask_keeps_the_targets_own_text_and_drops_other_text(tmp_path
     """Of the target's own greedy text nothing is masked, of tokens it finds unlikely nearly everything."""
     target = make_target()
     own = Dataset.from_dict({"input_ids": own_text(target, 4, 12)})
-    for dataset, is_kept in ((own, True), (random_ids([12, 12, 12, 12]), False)):
-        runs = [
-            losses(trained(tmp_path, target, dataset, label_mask=label_mask, max_steps=1))[0]
-            for label_mask in (True, False)
-        ]
-        if is_kept:
-            assert runs[0] == pytest.approx(runs[1])
-        else:
-            assert runs[0] < 0.1 * runs[1]
+
+    def share_kept(dataset: Dataset) -> float:
+        runs = [trained(tmp_path, target, dataset, label_mask=masked, max_steps=1) for masked in (True, False)]
+        return losses(runs[0])[0] / losses(runs[1])[0]
+
+    assert share_kept(own) == pytest.approx(1)
+    assert share_kept(random_ids([12, 12, 12, 12])) < 0.1
 
 
 def test_heads_are_trained_in_float32_and_saved_whole(tmp_path: Path) -> None:
@@ -171,49 +165,28 @@ def labelled(trainer: CloverTrainer) -> list[str]:
     return [decode([label for label in sample["labels"] if label != -100]) for sample in trainer.train_dataset]
 
 
-FORMATS: dict[str, tuple[dict[str, list[Any]], dict[str, Any], str]] = {
-    "text": ({"text": ["w1 w2 w3 w4 w5 w6"]}, {}, "w1 w2 w3 w4 w5 w6 </s>"),
-    "other column": ({"body": ["w1 w2 w3 w4 w5 w6"]}, {"dataset_text_field": "body"}, "w1 w2 w3 w4 w5 w6 </s>"),
-    "prompt and completion": ({"prompt": ["w1 w2 w3"], "completion": [" w4 w5 w6 w7"]}, {}, "w4 w5 w6 w7 </s>"),
-    "all of prompt and completion": (
-        {"prompt": ["w1 w2 w3"], "completion": [" w4 w5 w6 w7"]},
-        {"completion_only_loss": False},
-        "w1 w2 w3 w4 w5 w6 w7 </s>",
-    ),
-    "messages": (
-        {"messages": [TURNS[:2]]},
-        {},
-        "<s> user w1 w2 w3 w4 </s> <s> assistant w5 w6 w7 w8 </s>",
-    ),
-    "assistant only": (
-        {"messages": [TURNS]},
-        {"assistant_only_loss": True},
-        "w5 w6 w7 w8 </s> w11 w12 w13 w14 w15 </s>",
-    ),
-    "conversational completion": (
-        {"prompt": [TURNS[:3]], "completion": [TURNS[3:]]},
-        {},
-        "w11 w12 w13 w14 w15 </s>",
-    ),
-    "ShareGPT": (
-        {"conversations": [[{"from": "user", "value": "w1 w2"}, {"from": "assistant", "value": "w3 w4"}]]},
-        {},
-        "<s> user w1 w2 </s> <s> assistant w3 w4 </s>",
-    ),
-    "token ids": ({"input_ids": [[10, 11, 12, 13, 14, 15]]}, {}, "w3 w4 w5 w6 w7 w8"),
-    "token ids and labels": (
-        {"input_ids": [[10, 11, 12, 13, 14, 15]], "labels": [[-100, -100, 12, 13, 14, 15]]},
-        {},
-        "w5 w6 w7 w8",
-    ),
+TWO_PARTS = {"prompt": "w1 w2 w3", "completion": " w4 w5 w6 w7"}
+SHARE_GPT = [{"from": "user", "value": "w1 w2"}, {"from": "assistant", "value": "w3 w4"}]
+IDS, LABELS = [10, 11, 12, 13, 14, 15], [-100, -100, 12, 13, 14, 15]
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "text": ({"text": "w1 w2 w3 w4"}, {}, "w1 w2 w3 w4 </s>"),
+    "other column": ({"body": "w1 w2 w3 w4"}, {"dataset_text_field": "body"}, "w1 w2 w3 w4 </s>"),
+    "prompt and completion": (TWO_PARTS, {}, "w4 w5 w6 w7 </s>"),
+    "all of prompt and completion": (TWO_PARTS, {"completion_only_loss": False}, "w1 w2 w3 w4 w5 w6 w7 </s>"),
+    "messages": ({"messages": TURNS[:2]}, {}, "<s> user w1 w2 w3 w4 </s> <s> assistant w5 w6 w7 w8 </s>"),
+    "assistant only": ({"messages": TURNS}, {"assistant_only_loss": True}, f"{SAID[1]} </s> {SAID[3]} </s>"),
+    "conversational completion": ({"prompt": TURNS[:3], "completion": TURNS[3:]}, {}, "w11 w12 w13 w14 w15 </s>"),
+    "ShareGPT": ({"conversations": SHARE_GPT}, {}, "<s> user w1 w2 </s> <s> assistant w3 w4 </s>"),
+    "token ids": ({"input_ids": IDS}, {}, "w3 w4 w5 w6 w7 w8"),
+    "token ids and labels": ({"input_ids": IDS, "labels": LABELS}, {}, "w5 w6 w7 w8"),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
 def test_every_dataset_format_gives_its_labels_and_trains(tmp_path: Path, name: str, streaming: bool) -> None:
-    columns, args, expected = FORMATS[name]
-    dataset = Dataset.from_dict({column: values * 4 for column, values in columns.items()})
+    row, args, expected = FORMATS[name]
+    dataset = Dataset.from_list([row] * 4)
     trainer = make_trainer(tmp_path, make_target(), dataset.to_iterable_dataset() if streaming else dataset, **args)
     assert labelled(trainer) == [expected] * 4
     trainer.train()
@@ -222,10 +195,8 @@ def test_every_dataset_format_gives_its_labels_and_trains(tmp_path: Path, name: 
 
 def test_streaming_equals_map_style(tmp_path: Path) -> None:
     dataset = random_ids([12, 9, 16, 7])
-    runs = [
-        losses(trained(tmp_path, make_target(), train_dataset, max_steps=1))
-        for train_dataset in (dataset, dataset.to_iterable_dataset())
-    ]
+    both = (dataset, dataset.to_iterable_dataset())
+    runs = [losses(trained(tmp_path, make_target(), samples, max_steps=1)) for samples in both]
     assert runs[0] == pytest.approx(runs[1], rel=1e-5)
 
 
@@ -239,46 +210,33 @@ def test_a_formatting_function_makes_the_text_to_train_on(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------ equalities
 
 
-PACKINGS: dict[str, dict[str, Any]] = {
-    "bfd": {"packing": True, "max_length": 32, "per_device_train_batch_size": 2},
-    "bfd_split": {
-        "packing": True,
-        "packing_strategy": "bfd_split",
-        "max_length": 32,
-        "per_device_train_batch_size": 2,
-    },
-    "padding free": {"padding_free": True, "max_length": None, "per_device_train_batch_size": 6},
+PACKED = {"packing": True, "max_length": 32, "per_device_train_batch_size": 2}
+SAME_BATCH: dict[str, tuple[int, dict[str, Any]]] = {  # how many samples there are then, and how they are asked for
+    "bfd": (2, PACKED),
+    "bfd_split": (2, {**PACKED, "packing_strategy": "bfd_split"}),
+    "padding free": (6, {"padding_free": True, "max_length": None}),
+    "more padding": (6, {"pad_to_multiple_of": 32}),
+    "accumulated": (6, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}),
 }
 
 
-@pytest.mark.parametrize("name", PACKINGS)
-def test_packing_gives_the_same_gradients_and_losses(tmp_path: Path, name: str) -> None:
-    dataset = random_ids([12, 9, 16, 7, 4, 3])
-    plain = make_trainer(tmp_path, make_target(), dataset, per_device_train_batch_size=6, max_steps=1)
-    packed = make_trainer(tmp_path, make_target(), dataset, max_steps=1, **PACKINGS[name])
-    assert len(packed.train_dataset) == (6 if name == "padding free" else 2)
-    assert_same(gradients(packed), gradients(plain))
-    assert losses(packed) == pytest.approx(losses(plain), rel=1e-5)
-    counted = [run.state.log_history[0]["head_2/top5"] for run in (packed, plain)]
-    assert counted[0] == pytest.approx(counted[1])
-
-
-def test_gradient_accumulation_equals_one_large_batch(tmp_path: Path) -> None:
-    dataset = random_ids([12, 9, 16, 7, 5, 10, 14, 3])
-    common = {"max_steps": 1, "train_sampling_strategy": "sequential"}
-    whole = make_trainer(tmp_path, make_target(), dataset, per_device_train_batch_size=8, **common)
-    parts = make_trainer(
-        tmp_path, make_target(), dataset, per_device_train_batch_size=2, gradient_accumulation_steps=4, **common
+@pytest.mark.parametrize("name", SAME_BATCH)
+def test_packing_padding_and_accumulation_give_the_same_gradients_and_losses(tmp_path: Path, name: str) -> None:
+    samples, args = SAME_BATCH[name]
+    plain, ours = (
+        make_trainer(
+            tmp_path,
+            make_target(),
+            random_ids([12, 9, 16, 7, 4, 3]),
+            **{"per_device_train_batch_size": 6, "max_steps": 1, **more},
+        )
+        for more in ({}, args)
     )
-    assert_same(gradients(parts), gradients(whole))
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-5)
-
-
-def test_padding_changes_no_gradient(tmp_path: Path) -> None:
-    dataset = random_ids([12, 5, 9, 12])
-    plain = make_trainer(tmp_path, make_target(), dataset, max_steps=1)
-    padded = make_trainer(tmp_path, make_target(), dataset, max_steps=1, pad_to_multiple_of=32)
-    assert_same(gradients(padded), gradients(plain))
+    assert len(ours.train_dataset) == samples
+    assert_same(gradients(ours), gradients(plain))
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+    counted = [run.state.log_history[0]["head_2/top5"] for run in (ours, plain)]
+    assert counted[0] == pytest.approx(counted[1])
 
 
 # ------------------------------------------------------------------------------------------------ adapters
@@ -403,7 +361,6 @@ def test_push_to_hub_pushes_the_folder_with_its_results(tmp_path: Path, monkeypa
 
 def test_metrics_equal_those_counted_by_hand() -> None:
     """Two heads: the first right 3 times in 4, the second once where the first was right, in 2 cases that count."""
-
     ranks = torch.tensor([[[0, 0, 0, 5]], [[0, 3, 0, 0]]])
     mask = torch.tensor([[[1, 1, 1, 1]], [[1, 1, 0, 0]]]).bool()
     metrics = HeadMetrics(2)
@@ -412,12 +369,9 @@ def test_metrics_equal_those_counted_by_hand() -> None:
     one_process = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
     values, tokens = metrics.compute(one_process)
     assert tokens == 10
-    assert values["head_0/loss"] == pytest.approx(2.0)
-    assert values["head_1/loss"] == pytest.approx(1.5)
-    assert values["head_0/top1"] == pytest.approx(0.75)
-    assert values["head_1/top1_given_earlier"] == pytest.approx(0.5)
-    assert values["head_1/top4_given_earlier"] == pytest.approx(1.0)
-    assert values["acceptance_length/top1"] == pytest.approx(1 + 0.75 + 0.75 * 0.5)
+    expected = {"head_0/loss": 2.0, "head_1/loss": 1.5, "head_0/top1": 0.75, "head_1/top1_given_earlier": 0.5}
+    expected |= {"head_1/top4_given_earlier": 1.0, "acceptance_length/top1": 1 + 0.75 + 0.75 * 0.5}
+    assert {name: values[name] for name in expected} == pytest.approx(expected)
 
 
 # ------------------------------------------------------------------------------------------------ draft vocabulary
