@@ -309,34 +309,6 @@ def test_training_the_heads_leaves_the_target_alone():
 # ---------------------------------------------------------------------- initialisation
 
 
-def assert_uniform(x: torch.Tensor) -> None:
-    assert 0 <= x.min() < 1e-3
-    assert 9e-3 < x.max() <= 0.01 + 1e-6
-    assert x.mean().item() == pytest.approx(0.005, abs=1e-3)
-
-
-def test_clover_2_starts_as_in_the_paper():
-    target = make_target()
-    heads = CloverHeads.from_target(target, "clover-2")
-    eye = torch.eye(SIZE)
-    for decoder in (heads.entry_decoder, heads.decoder):
-        assert_uniform(decoder.q.weight - eye)
-        assert_uniform(decoder.k.weight - eye)
-        assert_uniform(decoder.v.weight)
-        assert decoder.norm.weight.eq(1).all()
-    assert_uniform(heads.first_fc.weight - eye)
-    assert len(heads.fc) == 1
-    assert_uniform(heads.fc[0].weight[:, :SIZE] - eye)
-    assert_uniform(heads.fc[0].weight[:, SIZE:])
-    biases = {name for name, p in heads.named_parameters() if name.endswith("bias") and p.eq(0).all()}
-    linears = ("entry_decoder.q", "entry_decoder.k", "entry_decoder.v", "decoder.q", "decoder.k", "decoder.v")
-    assert biases == {f"{name}.bias" for name in (*linears, "first_fc", "fc.0")}
-    assert torch.equal(heads.norm.weight, target.model.norm.weight)
-    assert torch.equal(heads.head_norm.weight, target.model.norm.weight)
-    assert len(heads.layers) == 2
-    assert not torch.equal(heads.entry_decoder.q.weight, heads.decoder.q.weight)
-
-
 def test_clover_starts_as_in_the_paper():
     target = make_target()
     heads = CloverHeads.from_target(target, variant="clover")
@@ -353,17 +325,6 @@ def test_clover_starts_as_in_the_paper():
     out = heads(hidden, ids)  # at the start, every head says what the Augmenting Block says
     for i, head in enumerate(out.head_outputs):
         torch.testing.assert_close(head[:, : LENGTH - i], out.state[:, : LENGTH - i])
-
-
-@pytest.mark.parametrize("variant", ["clover-2", "clover"])
-def test_the_block_starts_as_the_last_layer(variant):
-    target = make_target()
-    heads = CloverHeads.from_target(target, variant=variant)
-    last = target.model.layers[-1].state_dict()
-    assert not torch.equal(target.model.layers[0].mlp.up_proj.weight, last["mlp.up_proj.weight"])
-    for layer in heads.layers:
-        assert layer.state_dict().keys() == last.keys()
-        assert all(torch.equal(tensor, last[name]) for name, tensor in layer.state_dict().items())
 
 
 def make_gpt2() -> GPT2LMHeadModel:

@@ -41,11 +41,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     """A copy of a reference checkpoint, to be spoiled."""
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(VECTORS / "mha" / "reference" / name, folder / name)
-    return folder
+    return Path(shutil.copytree(VECTORS / "mha" / "reference", tmp_path / "checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +123,9 @@ def test_heads_from_the_target_start_as_the_references_do(case):
     """Exactly where the reference copies, and from the same distribution where it draws."""
     heads = CloverHeads.from_target(case.target, "clover-2")
     drawn = {"q.weight", "k.weight", "v.weight", "clover_head_mlp.weight", "clover_head_mlp2.weight"}
-    prefixes = {
-        "clover_head_mlp_rnn.": "entry_decoder.",
-        "clover_head_mlp_rnn2.": "decoder.",
-        "clover_norm.": "norm.",
-        "clover_head_norm.": "head_norm.",
-        "clover_head_mlp.": "first_fc.",
-        "clover_head_mlp2.": "fc.0.",
-    }
+    prefixes = {"clover_head_mlp_rnn.": "entry_decoder.", "clover_head_mlp_rnn2.": "decoder."}
+    prefixes |= {"clover_norm.": "norm.", "clover_head_norm.": "head_norm."}
+    prefixes |= {"clover_head_mlp.": "first_fc.", "clover_head_mlp2.": "fc.0."}
     ours = heads.state_dict()
     theirs = load_file(case.folder / "initialised.safetensors")
     assert len(ours) == len(theirs)
@@ -152,19 +143,16 @@ def test_heads_from_the_target_start_as_the_references_do(case):
             assert torch.equal(mine, tensor), name
             exact += 1
     assert exact == 2 * 9 + 2 + 2 * 4 + 2  # layers, two norms, decoders' norms and biases, biases of the two FC
+    assert not torch.equal(heads.entry_decoder.q.weight, heads.decoder.q.weight), "each is drawn by itself"
 
 
 # ---------------------------------------------------------------------- reading
 
 
-def as_pickle(checkpoint: Path, name: str) -> None:
-    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / name)
-    (checkpoint / "model.safetensors").unlink()
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "clover.pt", "heads.pth"])
 def test_a_pickle_is_read_only_when_allowed(checkpoint, target, name):
-    as_pickle(checkpoint, name)
+    torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / name)
+    (checkpoint / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=rf"pickle \({name}\).*allow_pickle=True"):
         CloverHeads.from_reference_checkpoint(checkpoint, target)
     heads = CloverHeads.from_reference_checkpoint(checkpoint, target, allow_pickle=True)
@@ -203,13 +191,11 @@ def test_a_sharded_checkpoint_is_read_from_a_path_given_as_text(checkpoint, targ
 
 
 def test_a_checkpoint_without_the_targets_embeddings_is_read(checkpoint, target):
-    def drop(tensors):
-        del tensors["lm_head.weight"], tensors["clover_embed_tokens.weight"]
-
-    rewrite(checkpoint, drop)
+    names = ("lm_head.weight", "clover_embed_tokens.weight")
+    rewrite(checkpoint, lambda tensors: [tensors.pop(name) for name in names])
     heads = CloverHeads.from_reference_checkpoint(checkpoint, target)
     assert heads.config.target_fingerprint is not None
-    assert not {"lm_head.weight", "clover_embed_tokens.weight"} & heads.state_dict().keys()
+    assert not {*names} & heads.state_dict().keys()
 
 
 def test_the_checkpoints_dtype_is_kept(checkpoint, target):
@@ -217,36 +203,26 @@ def test_the_checkpoints_dtype_is_kept(checkpoint, target):
     assert CloverHeads.from_reference_checkpoint(checkpoint, target).dtype == torch.bfloat16
 
 
+UP = "layers.0.mlp.up"
+
+
 @pytest.mark.parametrize(
-    "name", ["clover_norm.weight", "clover_head_mlp_rnn2.v.bias", "layers.1.self_attn.k_proj.weight"]
+    ("without", "more", "said"),
+    [
+        ("clover_norm.weight", None, r"does not fit: missing \['norm.weight'\], unexpected \[\]"),
+        ("clover_head_mlp_rnn2.v.bias", None, r"does not fit: missing \['decoder.v.bias'\], unexpected \[\]"),
+        (f"{UP}_proj.weight", f"{UP}.weight", rf"missing \['{UP}_proj.weight'\], unexpected \['{UP}\."),
+        (None, "layers.2.input_layernorm.weight", r"missing \[\], unexpected \['layers.2.input_layernorm.weight'\]"),
+        (None, "medusa_head.0.weight", r"tensors that the reference does not have: \['medusa_head.0.weight'\]"),
+    ],
 )
-def test_a_missing_tensor_is_refused(checkpoint, target, name):
-    rewrite(checkpoint, lambda tensors: tensors.pop(name))
-    ours = {"clover_norm.weight": "norm.weight", "clover_head_mlp_rnn2.v.bias": "decoder.v.bias"}.get(name, name)
-    with pytest.raises(ValueError, match=rf"does not fit: missing \['{ours}'\], unexpected \[\]"):
-        CloverHeads.from_reference_checkpoint(checkpoint, target)
+def test_missing_renamed_and_unknown_tensors_are_refused(checkpoint, target, without, more, said):
+    def change(tensors):
+        taken = tensors.pop(without) if without else torch.ones(64)
+        tensors.update({more: taken} if more else {})
 
-
-def test_a_renamed_tensor_is_refused(checkpoint, target):
-    def rename(tensors):
-        tensors["layers.0.mlp.up.weight"] = tensors.pop("layers.0.mlp.up_proj.weight")
-
-    rewrite(checkpoint, rename)
-    with pytest.raises(
-        ValueError, match=r"missing \['layers.0.mlp.up_proj.weight'\], unexpected \['layers.0.mlp.up\."
-    ):
-        CloverHeads.from_reference_checkpoint(checkpoint, target)
-
-
-def test_a_surplus_layer_is_refused(checkpoint, target):
-    rewrite(checkpoint, lambda tensors: tensors.update({"layers.2.input_layernorm.weight": torch.ones(64)}))
-    with pytest.raises(ValueError, match=r"missing \[\], unexpected \['layers.2.input_layernorm.weight'\]"):
-        CloverHeads.from_reference_checkpoint(checkpoint, target)
-
-
-def test_an_unknown_tensor_is_refused(checkpoint, target):
-    rewrite(checkpoint, lambda tensors: tensors.update({"medusa_head.0.weight": torch.zeros(2)}))
-    with pytest.raises(ValueError, match=r"tensors that the reference does not have: \['medusa_head.0.weight'\]"):
+    rewrite(checkpoint, change)
+    with pytest.raises(ValueError, match=said):
         CloverHeads.from_reference_checkpoint(checkpoint, target)
 
 
@@ -256,16 +232,14 @@ def test_a_tensor_of_another_shape_is_refused(checkpoint, target):
         CloverHeads.from_reference_checkpoint(checkpoint, target)
 
 
-def test_a_folder_without_weights_is_refused(checkpoint, target):
-    (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no weights: neither \*.safetensors nor"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("model.safetensors", r"holds no weights: neither \*.safetensors nor"), ("config.json", "config.json")],
+)
+def test_a_folder_without_weights_or_config_is_refused(checkpoint, target, name, said):
+    (checkpoint / name).unlink()
+    with pytest.raises(FileNotFoundError, match=said):
         CloverHeads.from_reference_checkpoint(checkpoint, target, allow_pickle=True)
-
-
-def test_a_folder_without_a_config_is_refused(checkpoint, target):
-    (checkpoint / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"config.json"):
-        CloverHeads.from_reference_checkpoint(checkpoint, target)
 
 
 def test_a_config_without_a_clover_section_is_refused(target):
