@@ -4,8 +4,9 @@ import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,6 +52,11 @@ def drafters(learning: ModuleType) -> ModuleType:
     return importlib.import_module("drafters")
 
 
+def course_of(learning: ModuleType, folder: Path, *more: str) -> Any:
+    args = learning.parse([*SIZES, "--work", str(folder / "work"), *more, "--targets", str(folder / "tiny")])
+    return learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+
+
 def run(learning: ModuleType, folder: Path, out: Path, *more: str) -> dict[str, Any]:
     words = [*SIZES, "--targets", str(folder / "tiny"), "--output", str(out), "--work", str(folder / "work"), *more]
     learning.main(words)
@@ -58,12 +64,9 @@ def run(learning: ModuleType, folder: Path, out: Path, *more: str) -> dict[str, 
 
 
 def test_the_experiment_trains_measures_and_goes_on_where_it_was(learning, folder, tmp_path, monkeypatch):
-    trained = []
-    train = learning.Classroom.train
-    monkeypatch.setattr(
-        learning.Classroom, "train", lambda *args: (trained.append((args[1].name, args[2])), train(*args))[1]
-    )
-    plot = learning.plot
+    trained, train, plot = [], learning.Classroom.train, learning.plot
+    note = lambda *args: trained.append((args[1].name, args[2])) or train(*args)  # noqa: E731
+    monkeypatch.setattr(learning.Classroom, "train", note)
     monkeypatch.setattr(learning, "plot", lambda path: [])  # until the end
     pair = ("--drafters", "clover-2", "eagle-3")
     first = run(learning, folder, tmp_path, *pair, "--budgets", "64")
@@ -111,8 +114,7 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
         return batches, counts
 
     monkeypatch.setattr(CloverTrainer, "get_batch_samples", recording)
-    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
-    course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+    course = course_of(learning, folder)
     course.prepare()
     of_each = {}
     for name in ("clover-2", "clover", "medusa", "eagle-1", "eagle-3", "dflash", "dspark", "hydra++"):
@@ -130,21 +132,16 @@ def test_all_drafters_see_the_same_batches(learning, drafters, folder, monkeypat
 @pytest.mark.parametrize("name", ["clover-x", "eagle-3", "dspark"])
 def test_stored_states_train_the_same_heads_as_the_target_in_the_loop(name, learning, folder):
     """The heads become the same; a GPU does the second."""
-    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
-    course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+    course = course_of(learning, folder)
     course.prepare()
     weights = []
     for course.classroom.keeps_states in (True, False):
         trained = course.classroom.train(learning.DRAFTERS[name], 128, 3, {"learning_rate": 1e-3})
         weights.append({key: value.clone() for key, value in trained.heads.state_dict().items()})
     fresh = learning.DRAFTERS[name].make(course.target).state_dict()
-    assert any(
-        (fresh[key] - value).abs().max() > 1e-3 for key, value in weights[0].items() if value.dtype.is_floating_point
-    )
-    for key, value in weights[0].items():
-        torch.testing.assert_close(
-            weights[1][key], value, atol=2e-3, rtol=2e-2, msg=lambda said, key=key: f"{key}: {said}"
-        )
+    floats = {key: value for key, value in weights[0].items() if value.dtype.is_floating_point}
+    assert any((fresh[key] - value).abs().max() > 1e-3 for key, value in floats.items())
+    torch.testing.assert_close(weights[1], weights[0], atol=2e-3, rtol=2e-2)
 
 
 def test_a_run_on_the_users_data_goes_on_after_a_failure(learning, drafters, folder, tmp_path, monkeypatch):
@@ -198,14 +195,12 @@ def test_a_run_on_the_users_data_goes_on_after_a_failure(learning, drafters, fol
     measured = json.loads((work / "learning-by-category-128-0.json").read_text())
     assert measured["is_whole"]
     methods = ["plain", "clover-2", "eagle-3", "prompt-lookup"]
-    assert [(row["temperature"], row["method"]) for row in measured["rows"]] == [
-        (t, m) for t in (0, 1) for m in methods
-    ]
+    assert [row["method"] for row in measured["rows"]] == methods * 2
+    assert [row["temperature"] for row in measured["rows"]] == [0] * 4 + [1] * 4
     assert all(set(row["categories"]) == {"math", "qa"} and row["turns"] == 8 for row in measured["rows"])
     assert all(row["identical"] for row in measured["rows"] if (row["method"], row["temperature"]) != (methods[3], 1))
 
-    args = learning.parse([*SIZES, *options, "--targets", str(folder / "tiny")])
-    course = learning.Course(args, args.targets[0], learning.Ledger(tmp_path / "unused.json"))
+    course = course_of(learning, folder, *options)
     assert [category for category, _ in course.questions] == ["math", "qa", "math", "qa"]
     course.read_data()
     text = "".join(map(course.tokenizer.decode, course.data.test["input_ids"]))
@@ -218,13 +213,12 @@ def test_a_run_on_the_users_data_goes_on_after_a_failure(learning, drafters, fol
 def test_the_users_prompts_and_completions_are_data_to_learn_from(learning, folder, tmp_path):
     rows = [{"prompt": f"def f{i}(x):\n", "completion": "    return x + 1\n" * 3} for i in range(40)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--data", str(tmp_path / "own.jsonl")])
-    course = learning.Course(args, args.targets[0], learning.Ledger(tmp_path / "unused.json"))
+    course = course_of(learning, folder, "--data", str(tmp_path / "own.jsonl"))
     course.read_data()
     text = "".join(map(course.tokenizer.decode, course.data.test["input_ids"]))
     assert "def f39(x):\n    return x + 1\n" in text
     assert sum(label != -100 for labels in course.data.test["labels"] for label in labels) > 0
-    assert learning.settings_of(args)["data"] == "own.jsonl"
+    assert learning.settings_of(course.args)["data"] == "own.jsonl"
 
 
 def test_data_without_a_column_to_learn_from_is_refused(learning, folder, tmp_path):
@@ -269,16 +263,14 @@ def test_the_optimizer_with_the_longest_chain_is_chosen_for_a_drafter(learning, 
     ledger = learning.Ledger(tmp_path / "learning.json")
     course = learning.Course(args, args.targets[0], ledger)
     course.to_tune_on = torch.zeros(1, 1)
-    tried = []
 
-    class Fake:
-        def train(self, drafter, tokens, seed, optimizer):
-            tried.append((drafter.name, tokens, seed, optimizer))
-            if optimizer.get("learning_rate") == 1e-3:
-                raise FloatingPointError
-            return type("Trained", (), {"heads": optimizer})
+    def train(drafter, tokens, seed, optimizer):
+        if optimizer.get("learning_rate") == 1e-3:
+            raise FloatingPointError
+        return SimpleNamespace(heads=optimizer)
 
-    course.classroom = Fake()
+    course.classroom = SimpleNamespace(train=Mock(side_effect=train))
+    tried = course.classroom.train.call_args_list
     monkeypatch.setattr(course, "chain", lambda heads, rows: [0.5, 0.3 if "muon_learning_rate" in heads else 0.2])
     assert course.tuned(learning.DRAFTERS["clover-x"]) == ("defaults", {})
     for paper in ("clover-2", "clover"):
@@ -286,24 +278,22 @@ def test_the_optimizer_with_the_longest_chain_is_chosen_for_a_drafter(learning, 
     assert tried == []
     assert course.tuned(learning.DRAFTERS["eagle-1"]) == ("Muon 0.02", {"muon_learning_rate": 0.02})
     assert len(tried) == 3
-    assert {seed for _, _, seed, _ in tried} == {learning.TUNING_SEED}
+    assert {attempt.args[2] for attempt in tried} == {learning.TUNING_SEED}
     course.tuned(learning.DRAFTERS["eagle-1"])  # known
     assert len(tried) == 3
     assert [row["chain"] for row in ledger.find("tuning", drafter="eagle-1")] == [0, 0.7, 0.8]
 
 
 def test_training_speed_is_measured_on_texts_shorter_than_a_sample(learning, folder):
-    args = learning.parse([*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work")])
-    course = learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
+    course = course_of(learning, folder)
     course.prepare()
     course.classroom.data.train = course.data.train.map(lambda row: {"input_ids": row["input_ids"][:3]})
     assert course.classroom.seconds_per_token() > 0
 
 
 def test_measuring_without_questions_or_trained_heads_is_refused(learning, folder, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"`--measure` takes the times of whole conversations: it needs `--questions`"
-    ):
+    said = r"`--measure` takes the times of whole conversations: it needs `--questions`"
+    with pytest.raises(ValueError, match=said):
         run(learning, folder, tmp_path, "--measure")
     (tmp_path / "questions.jsonl").write_text('{"category": "math", "turns": ["1 + 1?"]}\n')
     with pytest.raises(ValueError, match=r"`--measure`: there are no heads .* without it first"):
