@@ -2,11 +2,14 @@
 
 import ast
 import copy
+import functools
 import json
+import operator
 import re
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -92,9 +95,10 @@ def test_a_card_of_heads_has_base_model_tags_and_datasets():
 def test_cards_of_adapters_and_datasets_have_their_base_and_source():
     data = render("adapter", "org/name", **FULL["adapter"]).data
     assert (data.base_model, data.base_model_relation, data.library_name) == ("org/clover-heads", "adapter", "peft")
-    data = render("dataset", "org/name", **FULL["dataset"]).data
-    assert data.source_datasets == ["org/prompts"]
-    assert data.configs[0]["data_files"] == [{"split": "train", "path": "train.parquet"}]
+    card = render("dataset", "org/name", **FULL["dataset"])
+    assert type(card) is DatasetCard
+    assert card.data.source_datasets == ["org/prompts"]
+    assert card.data.configs[0]["data_files"] == [{"split": "train", "path": "train.parquet"}]
 
 
 def test_speeds_are_in_the_model_index_with_their_conditions():
@@ -169,10 +173,7 @@ def test_a_speed_without_its_conditions_is_refused(field, tmp_path):
 )
 def test_values_that_are_no_measurement_are_refused(path, value, message, tmp_path):
     results = copy.deepcopy(RESULTS)
-    place = results
-    for key in path[:-1]:
-        place = place[key]
-    place[path[-1]] = value
+    functools.reduce(operator.getitem, path[:-1], results)[path[-1]] = value
     with pytest.raises(ValueError, match=message):
         hub.write_results(tmp_path, **results)
 
@@ -184,10 +185,10 @@ def test_written_results_are_added_to_earlier_ones(tmp_path):
     assert written == {name: RESULTS[name] for name in ("training", "acceptance")}
 
 
-class Heads:
-    """All that a card needs of heads that are not in the folder."""
-
-    config = CloverConfig(vocab_size=24, hidden_size=16, num_attention_heads=4, target_name_or_path="org/target")
+# All that a card needs of heads that are not in the folder.
+HEADS = SimpleNamespace(
+    config=CloverConfig(vocab_size=24, hidden_size=16, num_attention_heads=4, target_name_or_path="org/target")
+)
 
 
 def test_folders_of_this_machine_are_not_in_the_results(tmp_path):
@@ -198,25 +199,25 @@ def test_folders_of_this_machine_are_not_in_the_results(tmp_path):
 
 
 def test_a_card_can_be_written_before_the_heads_are_saved(tmp_path):
-    card = hub.write_card(tmp_path, Heads, repo_id="org/name", language="en", tags="mine")
+    card = hub.write_card(tmp_path, HEADS, repo_id="org/name", language="en", tags="mine")
     assert card.data.base_model == "org/target"
     assert card.data.language == "en"
     assert str(ModelCard.load(tmp_path / "README.md")) == str(card)
-    again = hub.write_card(tmp_path, Heads, repo_id="org/name", tags=["clover", "more"])
+    again = hub.write_card(tmp_path, HEADS, repo_id="org/name", tags=["clover", "more"])
     assert again.data.tags == ["clover", "speculative-decoding", "custom_generate", "mine", "more"]
 
 
 def test_the_card_of_an_adapter_keeps_the_name_of_the_target(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
-    hub.write_card(tmp_path, Heads, repo_id="org/name")
+    hub.write_card(tmp_path, HEADS, repo_id="org/name")
     assert 'target = "org/target"' in hub.write_card(tmp_path, repo_id="org/name").text
     hub.write_results(tmp_path, target={"name": "org/fine-tuned"})
-    assert 'target = "org/fine-tuned"' in hub.write_card(tmp_path, Heads, repo_id="org/name").text
+    assert 'target = "org/fine-tuned"' in hub.write_card(tmp_path, HEADS, repo_id="org/name").text
 
 
 def test_a_card_written_by_hand_is_not_touched(tmp_path):
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nMine.")
-    assert hub.write_card(tmp_path, Heads).text == "Mine."
+    assert hub.write_card(tmp_path, HEADS).text == "Mine."
     assert (tmp_path / "README.md").read_text() == "---\nlicense: mit\n---\nMine."
 
 
@@ -253,16 +254,8 @@ def test_a_folder_that_looks_like_a_repository_is_a_folder(tmp_path, monkeypatch
 
 def test_a_command_is_kept_without_tokens_and_folders(monkeypatch):
     token = "hf_" + "Ab3" * 12
-    words = [
-        "/opt/bin/hf-clover",
-        "train",
-        "--hub_token",
-        "s3cret with spaces",
-        "--token=s3cret",
-        "--hub-token",
-        token,
-    ]
-    words += ["--output_dir=/home/me/heads", "--pad_token", "<pad>", "--dataset", "org/data"]
+    words = ["/opt/bin/hf-clover", "train", "--hub_token", "s3cret with spaces", "--token=s3cret"]
+    words += ["--hub-token", token, "--output_dir=/home/me/heads", "--pad_token", "<pad>", "--dataset", "org/data"]
     monkeypatch.setattr(sys, "argv", words)
     made = provenance()
     kept = "hf-clover train --hub_token HIDDEN-TOKEN --token=HIDDEN-TOKEN --hub-token HIDDEN-TOKEN"
@@ -275,7 +268,7 @@ def test_a_command_is_kept_without_tokens_and_folders(monkeypatch):
 def test_the_users_own_token_is_hidden_whatever_its_form(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_TOKEN", "no-usual-form")
     hub.write_results(tmp_path, training={"command": "train no-usual-form", "settings": {"hub": "no-usual-form"}})
-    hub.write_card(tmp_path, Heads, repo_id="org/name", author="no-usual-form")
+    hub.write_card(tmp_path, HEADS, repo_id="org/name", author="no-usual-form")
     for file in tmp_path.iterdir():
         assert "no-usual-form" not in file.read_text()
         assert "HIDDEN-TOKEN" in file.read_text()
@@ -292,14 +285,8 @@ def test_the_wheel_holds_every_module_and_template(wheel):
 
 
 def test_cards_are_rendered_from_what_the_wheel_installs(site, client):
-    code = (
-        "import sys; from hf_clover.hub import cards; print(cards.__file__); print(cards.render('heads', 'org/name', "
-    )
-    done = client(code + "config={'variant': 'medusa', 'num_heads': 3})); assert 'torch' not in sys.modules")
-    assert Path(done.stdout.splitlines()[0]).is_relative_to(site)
-    expected = render("heads", "org/name", config={"variant": "medusa", "num_heads": 3})
-    assert done.stdout.split("\n", 1)[1].rstrip() == str(expected).rstrip()
-
-
-def test_a_card_of_a_dataset_is_a_dataset_card():
-    assert type(render("dataset", "org/name")) is DatasetCard
+    rendering = f"cards.render('heads', 'org/name', **{BARE['heads']})"
+    code = f"import sys; from hf_clover.hub import cards; print(cards.__file__); print({rendering})"
+    place, _, text = client(f"{code}; assert 'torch' not in sys.modules").stdout.partition("\n")
+    assert Path(place).is_relative_to(site)
+    assert text.rstrip() == str(render("heads", "org/name", **BARE["heads"])).rstrip()
