@@ -75,11 +75,9 @@ def flat(folder: Path, architectures: list[str], **more) -> None:
 
 
 def rename(folder: Path, prefix: str, without: tuple[str, ...] = ()) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {name.replace("layers.0.", prefix): value for name, value in tensors.items() if name not in without},
-        folder / "model.safetensors",
-    )
+    file = folder / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if name not in without}
+    save_file({name.replace("layers.0.", prefix): value for name, value in kept.items()}, file)
 
 
 @pytest.fixture
@@ -178,6 +176,9 @@ def with_tensors(folder: Path, **changes) -> None:
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
+NO_OFFSETS = "`d2t` that is not a list of offsets"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -187,21 +188,12 @@ def with_tensors(folder: Path, **changes) -> None:
         (lambda f: changed(f, **{IDS: [2, 4]}), r"`fc.weight`.*96 numbers|fuses 96 numbers.*\[2, 4\]"),
         (lambda f: changed(f, speculators_model_type="peagle"), r"no heads that are known.*'peagle'"),
         (lambda f: changed(f, specforge, architectures=["DFlashDraftModel"]), r"no heads.*'DFlashDraftModel'"),
-        (
-            lambda f: with_tensors(f, d2t=lambda d: d + torch.arange(len(d))),
-            r"`d2t` that is not a list of offsets.*arange",
-        ),
-        (
-            lambda f: with_tensors(f, d2t=lambda d: d + 70, t2d=lambda _: None),
-            r"`d2t` that is not a list of offsets.*99",
-        ),
-        (lambda f: with_tensors(f, t2d=lambda t: t.roll(1)), r"`d2t` that is not a list of offsets.*`t2d`"),
+        (lambda f: with_tensors(f, d2t=lambda d: d + torch.arange(len(d))), rf"{NO_OFFSETS}.*arange"),
+        (lambda f: with_tensors(f, d2t=lambda d: d + 70, t2d=lambda _: None), rf"{NO_OFFSETS}.*99"),
+        (lambda f: with_tensors(f, t2d=lambda t: t.roll(1)), rf"{NO_OFFSETS}.*`t2d`"),
         (lambda f: with_tensors(f, norm__weight=lambda _: None), r"lacks 1 tensors, such as 'norm.weight'"),
         (lambda f: with_tensors(f, extra__weight=lambda _: torch.ones(2)), r"has, beside.*'extra.weight'"),
-        (
-            lambda f: with_tensors(f, norm__weight=lambda w: w[:8].clone()),
-            r"in another shape.*'norm.weight' as \(8,\)",
-        ),
+        (lambda f: with_tensors(f, norm__weight=lambda w: w[:8].clone()), r"another shape.*'norm.weight' as \(8,\)"),
         (lambda f: (f / "config.json").unlink(), r"no config.json"),
         (lambda f: (f / "model.safetensors").unlink(), r"no weights"),
         (lambda f: (f / "model.safetensors").write_bytes(b"12345678"), r"damaged file, model.safetensors"),
@@ -220,9 +212,7 @@ def test_another_target_is_refused(folder, field, size):
 
 
 def test_an_unknown_rope_type_is_refused(folder):
-    config = config_of(folder)
-    config["transformer_layer_config"]["rope_parameters"] = {"rope_type": "mrope", "rope_theta": 1e4}
-    write(folder, config)
+    changed(folder, authors, rope_parameters={"rope_type": "mrope", "rope_theta": 1e4})
     with pytest.raises(ValueError, match="rope_type"):
         load_heads(folder, a_target())
 
