@@ -50,9 +50,8 @@ def inputs(tokenizer):
 
 
 def terminal(**options) -> Console:
-    return Console(
-        **{"file": io.StringIO(), "force_terminal": True, "color_system": "standard", "_environ": {}, **options}
-    )
+    options = {"force_terminal": True, "color_system": "standard", "_environ": {}, **options}
+    return Console(file=io.StringIO(), **options)
 
 
 def written(console: Console) -> str:
@@ -90,14 +89,11 @@ def test_a_text_that_ends_within_a_character_is_flushed(tokenizer):
 
 
 def test_no_more_than_12_tokens_are_decoded_at_a_time(tokenizer, monkeypatch):
-    decoded, decode = [], type(tokenizer).decode
-    monkeypatch.setattr(
-        type(tokenizer), "decode", lambda self, ids, **k: decoded.append(len(ids)) or decode(self, ids)
-    )
+    monkeypatch.setattr(tokenizer, "decode", decode := Mock(side_effect=tokenizer.decode))
     live = TokenText(tokenizer, tokenizer(PROMPT).input_ids)
     for token in tokenizer("abc é👋 " * 30).input_ids:
         live.push(token)
-    assert max(decoded) <= 12
+    assert 0 < max(len(call.args[0]) for call in decode.call_args_list) <= 12
 
 
 def test_a_word_after_the_prompt_keeps_its_space():
@@ -130,11 +126,9 @@ def test_accepted_drafts_are_green_and_other_tokens_are_not(target, heads, token
     live = LiveStreamer(tokenizer, console)
     live.generate(target, inputs, heads, max_new_tokens=NEW)
 
-    text, free = TokenText(tokenizer, inputs["input_ids"][0].tolist()), ""
-    for step in live.steps:
-        for place, token in enumerate(step):
-            piece = text.push(token)
-            free += piece if place < len(step) - 1 else ""
+    text = TokenText(tokenizer, inputs["input_ids"][0].tolist())
+    pieces = [[text.push(token) for token in step] for step in live.steps]
+    free = "".join(piece for step in pieces for piece in step[:-1])
     assert len(free) > 5, "drafts were accepted"
     assert "".join(GREEN.findall(written(console))) == free
     whole = tokenizer.decode(inputs["input_ids"][0].tolist() + live.tokens)
@@ -181,14 +175,10 @@ def test_samples_are_those_of_plain_generate(target, heads, tokenizer, inputs):
 
 
 def test_text_appears_while_it_is_generated(target, heads, tokenizer, inputs):
-    seen = []
-    console = terminal(color_system=None)
-    hook = target.register_forward_pre_hook(lambda *_: seen.append(len(written(console))))
-    try:
+    seen, console = set(), terminal(color_system=None)
+    with target.register_forward_pre_hook(lambda *_: seen.add(len(written(console)))):
         generate_live(target, tokenizer, inputs, heads, console, max_new_tokens=NEW)
-    finally:
-        hook.remove()
-    assert len(set(seen)) > 10
+    assert len(seen) > 10
 
 
 def test_escape_codes_in_a_text_do_not_reach_the_terminal(tokenizer):
@@ -217,10 +207,8 @@ def test_streamed_lines_break_between_words(tokenizer, size):
     live = LiveStreamer(tokenizer, terminal(width=16))
     for begin in range(0, len(text), size):
         live._write(text[begin : begin + size], "bold green" if begin % 2 else None)
-    lines = screen(written(live.console))
-    assert [line.rstrip() for line in lines] == [
-        "a bicycle stays", "upright", "    when it", "goes fast", "enough,", "whichever way", "it has been", "made  ab"
-    ]  # fmt: skip
+    lines, said = screen(written(live.console)), ["a bicycle stays", "upright", "    when it", "goes fast", "enough,"]
+    assert [line.rstrip() for line in lines] == [*said, "whichever way", "it has been", "made  ab"]
     assert all(len(line) < 16 for line in lines if not line.endswith(" "))
 
 
@@ -236,13 +224,14 @@ def test_a_word_longer_than_a_line_is_left_to_the_terminal(tokenizer):
 
 def test_a_printed_line_breaks_between_words_on_a_terminal_only():
     said = "2.00 tokens per forward, :smile: [bold] " + "about 1.1 times plain generate " * 3
-    written = {}
-    for is_terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=is_terminal, width=40)
+
+    def shown(is_terminal: bool) -> str:
+        console = terminal(force_terminal=is_terminal, width=40)
         print_line(console, said, "dim")
-        written[is_terminal] = ANY_COLOUR.sub("", console.file.getvalue())
-    assert written[False] == said + "\n", "for whoever reads a file"
-    lines = written[True].splitlines()
+        return ANY_COLOUR.sub("", written(console))
+
+    assert shown(False) == said + "\n", "for whoever reads a file"
+    lines = shown(True).splitlines()
     assert 20 < max(map(len, lines)) <= 40
     assert " ".join(line.strip() for line in lines) == said.strip()
 
