@@ -9,7 +9,7 @@ from peft import LoraConfig
 from tiny import losses, make_target, make_trainer
 from torch import nn
 
-from hf_clover import CloverHeads
+from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.training import CloverTrainingConfig, config, optimizers
 from hf_clover.training.optimizers import MuonAndAdamW, muon_rate
 
@@ -38,8 +38,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 def test_steps_equal_muon_for_matrices_and_adamw_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "multiplies_bfloat16_fast", lambda device: True)
     ours, theirs = network(), network()
-    matrices = [parameter for parameter in theirs.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in theirs.parameters() if parameter.ndim == 1]
+    others, matrices = ([each for each in theirs.parameters() if each.ndim == ndim] for ndim in (1, 2))
     pair = [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, momentum=0.95),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
@@ -128,6 +127,7 @@ def test_the_optimizer_works_with_only_matrices_or_none() -> None:
 
 # ------------------------------------------------------------------------------------------------ the recipe
 
+CLOVER_X = {"variant": "clover-x", "num_heads": 2}
 OWN = {
     "clover-x": ("kl", 0.0, 0.08),  # of a run of two steps
     "clover-2": ("clover-2", 10.0, 0.0),
@@ -136,14 +136,18 @@ OWN = {
 }
 
 
+def loss_of(trainer: CloverTrainer) -> tuple[str, float]:
+    return trainer.teacher.loss_terms.token_loss, trainer.teacher.loss_terms.hidden_weight
+
+
 @pytest.mark.parametrize("variant", OWN)
 def test_a_variant_is_trained_by_its_own_recipe(tmp_path: Path, variant: str) -> None:
     options = {"variant": variant, "num_heads": 2}
     trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, max_steps=2)
     trainer.train()
-    args, terms = trainer.args, trainer.teacher.loss_terms
-    assert (args.loss_type, terms.hidden_weight, args.muon_learning_rate) == OWN[variant]
-    assert terms.token_loss == args.loss_type == trainer.heads.config.loss_type
+    args = trainer.args
+    assert (*loss_of(trainer), args.muon_learning_rate) == OWN[variant]
+    assert OWN[variant][0] == args.loss_type == trainer.heads.config.loss_type
     is_muon = isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
     assert is_muon == (variant == "clover-x")
     assert args.weight_decay == (0.1 if is_muon else 0.0)
@@ -153,18 +157,13 @@ def test_a_variant_is_trained_by_its_own_recipe(tmp_path: Path, variant: str) ->
 def test_a_short_run_takes_larger_steps(tmp_path: Path) -> None:
     rates = {steps: muon_rate(steps) for steps in (1, 25, 100, 400, 401, 100_000)}
     assert rates == pytest.approx({1: 0.08, 25: 0.08, 100: 0.04, 400: 0.02, 401: 0.02, 100_000: 0.02})
-    options = {"variant": "clover-x", "num_heads": 2}
-    seen: dict[Any, list[float]] = {}
-    for given in (None, 0.005):
-        trainer = make_trainer(
-            tmp_path, make_target(), model_init_kwargs=options, max_steps=64, muon_learning_rate=given, warmup_steps=0
-        )
+    for given, rate in ((None, 0.05), (0.005, 0.005)):
+        args = {"max_steps": 64, "muon_learning_rate": given, "warmup_steps": 0}
+        trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=CLOVER_X, **args)
         trainer.create_optimizer_and_scheduler(num_training_steps=64)
-        seen[given] = [group["lr"] for group in trainer.optimizer.parts[0].param_groups]
-        assert trainer.args.muon_learning_rate == seen[given][0]
-        assert {group["lr"] for group in trainer.optimizer.parts[1].param_groups} == {trainer.args.learning_rate}
-    assert set(seen[None]) == {0.05}
-    assert set(seen[0.005]) == {0.005}
+        muon, adamw = ({group["lr"] for group in part.param_groups} for part in trainer.optimizer.parts)
+        assert trainer.args.muon_learning_rate == rate
+        assert (muon, adamw) == ({rate}, {trainer.args.learning_rate})
 
 
 def test_going_on_with_trained_heads_logs_that_small_rates_suit_them(
@@ -185,30 +184,29 @@ def test_going_on_with_trained_heads_logs_that_small_rates_suit_them(
 
 @pytest.mark.parametrize("given", [0.0, 0.3])
 def test_the_users_weight_decay_applies_to_muon_only(tmp_path: Path, given: float) -> None:
-    options = {"variant": "clover-x", "num_heads": 2}
-    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=options, weight_decay=given)
+    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=CLOVER_X, weight_decay=given)
     trainer.create_optimizer_and_scheduler(num_training_steps=2)
-    assert {group["weight_decay"] for group in trainer.optimizer.parts[0].param_groups} == {given}
-    assert {group["weight_decay"] for group in trainer.optimizer.parts[1].param_groups} == {0.0}
+    decays = [{group["weight_decay"] for group in part.param_groups} for part in trainer.optimizer.parts]
+    assert decays == [{given}, {0.0}]
 
 
 def test_arguments_of_the_user_override_the_recipe(tmp_path: Path) -> None:
     given = dict(loss_type="acceptance", hidden_loss_weight=0.5, muon_learning_rate=0.0)
-    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs={"variant": "clover-x"}, **given)
+    trainer = make_trainer(tmp_path, make_target(), model_init_kwargs=CLOVER_X, **given)
     assert {name: getattr(trainer.args, name) for name in given} == given
-    assert (trainer.teacher.loss_terms.token_loss, trainer.teacher.loss_terms.hidden_weight) == ("acceptance", 0.5)
+    assert loss_of(trainer) == ("acceptance", 0.5)
     kept = make_trainer(tmp_path, make_target(), hidden_loss_weight=2.0, model_init_kwargs={"variant": "clover-2"})
-    assert (kept.teacher.loss_terms.token_loss, kept.teacher.loss_terms.hidden_weight) == ("clover-2", 2.0)
+    assert loss_of(kept) == ("clover-2", 2.0)
 
 
 def test_heads_go_on_with_the_loss_that_they_were_trained_with(tmp_path: Path) -> None:
     """Where that loss has no hidden term, the weight of the variant's hidden term does not apply."""
     first = make_trainer(tmp_path, make_target(), loss_type="kl", model_init_kwargs={"variant": "clover-2"})
-    assert (first.teacher.loss_terms.token_loss, first.teacher.loss_terms.hidden_weight) == ("kl", 0.0)
+    assert loss_of(first) == ("kl", 0.0)
     first.heads.save_pretrained(tmp_path / "heads")
     options = {"model": str(tmp_path / "heads")}
     second = make_trainer(tmp_path, make_target(), options=options, model_init_kwargs=None)
-    assert (second.teacher.loss_terms.token_loss, second.teacher.loss_terms.hidden_weight) == ("kl", 0.0)
+    assert loss_of(second) == ("kl", 0.0)
 
 
 def test_muon_can_train_any_variant(tmp_path: Path) -> None:
@@ -223,7 +221,7 @@ def test_muon_can_train_any_variant(tmp_path: Path) -> None:
 
 ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "another optim": ({"optim": "sgd"}, {}),
-    "an adapter": ({"model_init_kwargs": None}, {"peft_config": LoraConfig(r=2)}),
+    "an adapter": ({}, {"peft_config": LoraConfig(r=2)}),
     "a class of optimizer": ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}),
 }
 
@@ -233,9 +231,7 @@ def test_muon_is_off_where_something_else_was_asked_for(tmp_path: Path, what: st
     args, options = ELSEWHERE[what]
     target = make_target()
     heads = CloverHeads.from_target(target, "clover-x", num_heads=2)
-    trainer = make_trainer(
-        tmp_path, target, options={"model": heads, **options}, **{"model_init_kwargs": None, **args}
-    )
+    trainer = make_trainer(tmp_path, target, options={"model": heads, **options}, model_init_kwargs=None, **args)
     trainer.train()
     assert trainer.args.muon_learning_rate == 0.0
     assert not isinstance(trainer.optimizer.optimizer, MuonAndAdamW)
