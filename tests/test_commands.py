@@ -508,7 +508,10 @@ def test_chat_goes_on_learning_where_it_stopped_and_stores_no_text(run, folder, 
     assert before["tokens"] > len(planted) + 40
     assert len([path for path in (tmp_path / "mine").rglob("*") if path.is_file()]) > 5
     text = planted + continuation(target, planted, 30)
-    assert not files_with(text, tmp_path / "mine")
+    ids = make_tokenizer()(text).input_ids
+    for trace in (planted.encode(), json.dumps(ids, indent=1).encode(), torch.tensor(ids).numpy().tobytes()):
+        (tmp_path / "trace").write_bytes(trace)
+        assert files_with(text, tmp_path) == [tmp_path / "trace"], "that one, and none in `mine`"
     second = run(*words, *greedy, stdin="def f(x):\n")
     assert second.code == 0, second.err
     assert continuation(target, PROMPT, 30) in second.out
@@ -545,22 +548,6 @@ def test_generate_with_learn_keeps_the_text_and_counts_tokens(run, folder, model
     said = run(*asked, *models[:2], "--json", "--pack")
     assert json.loads(said.out)["text"] == continuation(target, PROMPT, 40)
     assert json.loads(said.out)["tokens_learned_from"] == 144
-
-
-def test_no_text_reaches_the_folder_that_generate_learns_in(run, models, target, tmp_path, short_steps):
-    planted = "my secret is xylophone"
-    said = run("generate", planted, "--max-new-tokens", "40", "--learn", str(tmp_path / "mine"), *models)
-    assert said.code == 0, said.err
-    text = planted + continuation(target, planted, 40)
-    assert said.out == text + "\n"
-    assert state_of(tmp_path / "mine")["tokens"] == len(text) - 1
-    assert len([path for path in (tmp_path / "mine").rglob("*") if path.is_file()]) > 5
-    ids = make_tokenizer()(text).input_ids
-    traces = {"text": planted.encode(), "list": json.dumps(ids, indent=1).encode()}
-    traces["tensor"] = torch.tensor(ids).numpy().tobytes()
-    for name, trace in traces.items():
-        (tmp_path / name).write_bytes(trace)
-    assert {path.name for path in files_with(text, tmp_path)} == set(traces)  # those, and none in `mine`
 
 
 def test_learned_heads_of_a_folder_are_used_before_the_default_heads(run, folder, monkeypatch, tmp_path, short_steps):
