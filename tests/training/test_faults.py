@@ -4,6 +4,7 @@ A disk is full for a process where the size of its files is limited: writing pas
 """
 
 import errno
+import functools
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -38,17 +40,6 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, FULL))
 
 
-class FullDiskAt(TrainerCallback):
-    """From the end of that step on."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            fill_the_disk()
-
-
 def in_child(work: Any, folder: Path) -> int:
     """The exit code of a fork that does `work`; what it raised is in `folder`."""
     child = os.fork()
@@ -68,6 +59,10 @@ def error_of(work: Any, folder: Path) -> str:
     """What a fork that does `work` fails with."""
     assert in_child(work, folder) == 1
     return (folder / "error.txt").read_text()
+
+
+def error_on_a_full_disk(work: Any, folder: Path) -> str:
+    return error_of(lambda: (fill_the_disk(), work()), folder)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -102,8 +97,9 @@ def copied(unbroken: Any, tmp_path: Path) -> Path:
 
 
 def test_a_full_disk_at_a_checkpoint_keeps_the_earlier_one(unbroken: Any, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    said = error_of(lambda: make_run(run, FullDiskAt(5), save_total_limit=1).train(), tmp_path)
+    run, at_step_5 = tmp_path / "run", TrainerCallback()
+    at_step_5.on_step_end = lambda args, state, control, **_: fill_the_disk() if state.global_step == 5 else None
+    said = error_of(lambda: make_run(run, at_step_5, save_total_limit=1).train(), tmp_path)
     assert said.startswith("OSError: The checkpoint of step 6 could not be written to")
     assert "Earlier checkpoints are as they were: make room there" in said
     assert "resume_from_checkpoint=True" in said
@@ -164,12 +160,7 @@ def test_a_full_disk_while_heads_are_saved_leaves_those_before(tmp_path: Path) -
     folder = tmp_path / "heads"
     before.save_pretrained(folder)
     weights = files_of(folder)["model.safetensors"]
-
-    def save() -> None:
-        fill_the_disk()
-        after.save_pretrained(folder)
-
-    assert "File too large" in error_of(save, tmp_path)
+    assert "File too large" in error_on_a_full_disk(lambda: after.save_pretrained(folder), tmp_path)
     assert files_of(folder)["model.safetensors"] == weights
     again = CloverHeads.from_pretrained(folder)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), before.parameters(), strict=True))
@@ -178,24 +169,19 @@ def test_a_full_disk_while_heads_are_saved_leaves_those_before(tmp_path: Path) -
 def test_a_file_written_whole_is_new_or_as_it_was(tmp_path: Path) -> None:
     note = tmp_path / "note.json"
     write_whole(note, "{}")
-
-    def save() -> None:
-        fill_the_disk()
-        write_whole(note, "x" * 2 * FULL)
-
-    assert in_child(save, tmp_path) == 1
+    assert error_on_a_full_disk(lambda: write_whole(note, "x" * 2 * FULL), tmp_path)
     assert note.read_text() == "{}"
     write_whole(note, "new")
     assert note.read_text() == "new"
 
 
+@dataclass
 class Random:
     """Answers that do not pack well; the disk is full after the last."""
 
+    fails_on: int | None = None
+    full_after: int | None = None
     settings = {"model": "random"}
-
-    def __init__(self, fails_on: int | None = None, full_after: int | None = None) -> None:
-        self.fails_on, self.full_after = fails_on, full_after
 
     def __call__(self, prompts: list[str]) -> Iterator[tuple[int, str | Exception]]:
         for place, prompt in enumerate(prompts):
@@ -205,36 +191,37 @@ class Random:
                 fill_the_disk()
 
 
+PROMPTS = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]})
+
+
 def test_a_full_disk_while_answers_are_collected_keeps_earlier_answers(tmp_path: Path) -> None:
-    prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
-    regenerate(prompts, Random(fails_on=3), folder)
+    folder = tmp_path / "answers"
+    regenerate(PROMPTS, Random(fails_on=3), folder)
     before = (folder / "train.parquet").read_bytes()
-    said = error_of(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path)
+    said = error_of(lambda: regenerate(PROMPTS, Random(full_after=0), folder), tmp_path)
     assert f"'{folder / 'train.parquet'}' could not be written (File too large)" in said
     assert "make room there and run again" in said
     assert (folder / "train.parquet").read_bytes() == before
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".progress", "clover_results.json", "errors.jsonl", "train.parquet",
-    ]  # fmt: skip
-    assert len(regenerate(prompts, Random(), folder)) == 4
+    files = {".progress", "clover_results.json", "errors.jsonl", "train.parquet"}
+    assert {path.name for path in folder.iterdir()} == files
+    assert len(regenerate(PROMPTS, Random(), folder)) == 4
 
 
 def test_a_full_disk_while_an_answer_is_written_names_the_file(tmp_path: Path) -> None:
-    prompts, folder = Dataset.from_dict({"prompt": [f"w{i}" for i in range(4)]}), tmp_path / "answers"
-    said = error_of(lambda: regenerate(prompts, Random(full_after=0), folder), tmp_path)
+    folder = tmp_path / "answers"
+    said = error_of(lambda: regenerate(PROMPTS, Random(full_after=0), folder), tmp_path)
     assert f"'{folder / '.progress' / 'answers-00000.jsonl'}' could not be written (File too large)" in said
-    assert len(regenerate(prompts, Random(), folder)) == 4
+    assert len(regenerate(PROMPTS, Random(), folder)) == 4
 
 
 # ---------------------------------------------------------------------- a kill
 
 
 def test_a_run_killed_twice_loses_nothing_before_its_last_checkpoint(unbroken: Any, tmp_path: Path) -> None:
-    run, resume = tmp_path / "run", [False, True]
-    for step, is_resumed in zip((4, 7), resume, strict=True):
-        trainer = make_run(run, SignalAt(step, signal.SIGKILL))
-        code = in_child(lambda: trainer.train(resume_from_checkpoint=is_resumed), tmp_path)  # noqa: B023
-        assert code == -signal.SIGKILL
+    run = tmp_path / "run"
+    for step, is_resumed in ((4, False), (7, True)):
+        train = functools.partial(make_run(run, SignalAt(step, signal.SIGKILL)).train, is_resumed)
+        assert in_child(train, tmp_path) == -signal.SIGKILL
     assert [path.name for path in checkpoints_in(run)] == ["checkpoint-6", "checkpoint-3"]
     assert_resumes_as(unbroken, run)
 
@@ -291,9 +278,8 @@ def test_a_run_resumes_before_a_broken_checkpoint_and_logs_it(
 
 
 def test_resuming_with_broken_checkpoints_only_is_an_error(copied: Path) -> None:
-    for name in ("checkpoint-3", "checkpoint-6", "checkpoint-8"):
-        if (copied / name).exists():
-            cut(copied / name / "model.safetensors", 0.5)
+    for name in ("checkpoint-3", "checkpoint-6"):
+        cut(copied / name / "model.safetensors", 0.5)
     with pytest.raises(ValueError, match=r"none of the \d checkpoints in .* is whole; in 'checkpoint-\d' `model.safe"):
         make_run(copied).train(resume_from_checkpoint=True)
 
