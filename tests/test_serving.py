@@ -285,6 +285,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         (config(use_cache=False), None, "drafts need the cache"),
         (config(bad_words_ids=[[]]), None, "must be a list of lists of tokens"),
         (config(suppress_tokens=[10**6]), None, "must be a list of tokens from 0 to"),
+        (config(suppress_tokens=[-1]), None, "must be a list of tokens from 0 to"),
         (config(suppress_tokens=[*range(30)]), None, "name 30 tokens together, and at most"),
         (config(no_repeat_ngram_size=2), None, "may leave no token in a text of 1028"),
         (chat(content=[{"type": "text"}]), "messages[0].content[0].text", "must be a text, not null"),

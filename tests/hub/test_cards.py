@@ -276,7 +276,10 @@ def test_the_users_own_token_is_hidden_whatever_its_form(monkeypatch, tmp_path):
 
 # ---------------------------------------------------------------------- the wheel
 
+OF_THE_WHEEL = pytest.mark.long("hf_clover/hub", "hub_cards", "MANIFEST.in")
 
+
+@OF_THE_WHEEL
 def test_the_wheel_holds_every_module_and_template(wheel):
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "hf_clover").rglob("*.py")}
@@ -284,6 +287,7 @@ def test_the_wheel_holds_every_module_and_template(wheel):
     assert held == {*modules, *cards, "hf_clover/py.typed"}
 
 
+@OF_THE_WHEEL
 def test_cards_are_rendered_from_what_the_wheel_installs(site, client):
     rendering = f"cards.render('heads', 'org/name', **{BARE['heads']})"
     code = f"import sys; from hf_clover.hub import cards; print(cards.__file__); print({rendering})"
