@@ -41,6 +41,8 @@ def test_every_stage_runs_and_leaves_its_figures(gpu, kernels, tmp_path):  # noq
     assert list(result["stages"]) == [stage[0] for stage in gpu.Bench(gpu._parse(["--toy"])).stages()]
     assert result["left_out"] == result["failed"] == {}
 
+    assert [row["call"] for row in result["first_calls"]] == [1, 2]
+    assert all(row["seconds"] > 0 for row in result["first_calls"])
     assert [(check["cache"], check["method"]) for check in result["checks"]] == [
         (cache, variant) for cache in ("dynamic", "static") for variant in ("clover-x", "clover-2", "clover", "medusa")
     ]

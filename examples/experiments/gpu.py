@@ -3,15 +3,15 @@
 One command, some minutes, one GPU. The target is the stand-in, widened to the shape of Llama 3 8B (`widen.py`): it
 moves the bytes and computes the products of 8B parameters, and says what the stand-in says, so that the tokens and the
 share of accepted drafts are those of a trained model, though of a small one with an easy text. No text ends before its
-length. In this order: greedy tokens in float32 at a small widened shape, over texts that outgrow their graphs; then,
-in bfloat16, eager steps with and without cuDNN's attention; the speed of one row against plain generate with a dynamic
-cache, and with a static one, which transformers compiles for plain generate and heads take as any other; the parts of
-a step, with the GPU awaited before and after each, and the kernels; more rows, with a static cache first, for which
-plain generate is compiled anew; attention over a long text, by a mask and in two parts; the time of a step by the
-length of the text; the speed and memory of training by the default recipe; other heads and other ways; fixed budgets
-and the automatic one. It needs torch and transformers, and neither trl nor datasets. The JSON is written after every
-stage. A stage for which too little time is left is not begun, and one that outlasts `--minutes` is stopped; the JSON
-says so.
+length. In this order: the first calls of a process, one by one; greedy tokens in float32 at a small widened shape,
+over texts that outgrow their graphs; then, in bfloat16, eager steps with and without cuDNN's attention; the speed of
+one row against plain generate with a dynamic cache, and with a static one, which transformers compiles for plain
+generate and heads take as any other; the parts of a step, with the GPU awaited before and after each, and the kernels;
+more rows, with a static cache first, for which plain generate is compiled anew; attention over a long text, by a mask
+and in two parts; the time of a step by the length of the text; the speed and memory of training by the default recipe;
+other heads and other ways; fixed budgets and the automatic one. It needs torch and transformers, and neither trl nor
+datasets. The JSON is written after every stage. A stage for which too little time is left is not begun, and one that
+outlasts `--minutes` is stopped; the JSON says so.
 
     python examples/experiments/gpu.py --minutes 9
     python examples/experiments/gpu.py --only exact budgets --output more-results
@@ -63,6 +63,7 @@ FULL = SimpleNamespace(
     prompts=3,  # at least
     new_tokens=64,
     repeats=2,
+    first_calls=5,
     contexts=(256, 2048, 8192, 32768),
     context_tokens=(8, 40),
     long_text_nodes=(8, 32),
@@ -92,6 +93,7 @@ TOY = SimpleNamespace(
     prompts=1,
     new_tokens=4,
     repeats=1,
+    first_calls=2,
     contexts=(16, 64),
     context_tokens=(2, 5),
     long_text_nodes=(3,),
@@ -113,8 +115,8 @@ class Bench:
         self.lists: dict[str, list[dict[str, Any]]] = {
             name: []
             for name in (
-                *("checks", "attention", "rows", "steps", "kernels", "contexts", "budgets", "training"),
-                *("long_texts", "learning"),
+                *("first_calls", "checks", "attention", "rows", "steps", "kernels", "contexts", "budgets"),
+                *("training", "long_texts", "learning"),
             )
         }
 
@@ -174,6 +176,15 @@ class Bench:
         return {name: padded[name].to(self.device) for name in ("input_ids", "attention_mask")}
 
     # ------------------------------------------------------------------ stages
+
+    def first_calls(self) -> None:
+        """In them kernels are loaded, the target is tried, and graphs are captured."""
+        inputs, heads = self.batch(self.prompts()[:1]), self.ours[1].heads
+        for call in range(self.sizes.first_calls):
+            started = time.perf_counter()
+            tokens = self.target.generate(**inputs, assistant_model=heads, max_new_tokens=self.sizes.new_tokens)
+            tokens.tolist()  # waits for the device
+            self.lists["first_calls"].append({"call": call + 1, "seconds": time.perf_counter() - started})
 
     def exact(self, cache: str) -> None:
         """Greedy tokens in float32: those of plain generate with the same cache, and those of the stand-in. Graphs see
@@ -321,6 +332,7 @@ class Bench:
             return name, least, most, functools.partial(self.speed, cache, size, methods)
 
         first, *more = sizes.batch_sizes
+        yield "first calls", 20, 90, self.first_calls
         yield "exact dynamic", 10, 60, functools.partial(self.exact, "dynamic")
         yield "attention", 20, 60, self.attention
         yield speed("dynamic", first)
@@ -493,7 +505,7 @@ COLUMNS = ("cache", "batch_size", "method", "tokens_per_second", "tokens_per_for
 
 def _show(result: dict[str, Any]) -> None:
     console = Console()
-    shown = {name: result[name] for name in ("checks", "long_texts", "contexts") if result[name]}
+    shown = {name: result[name] for name in ("first_calls", "checks", "long_texts", "contexts") if result[name]}
     for name, columns in (("attention", ("has_cudnn", *COLUMNS)), ("rows", COLUMNS), ("budgets", COLUMNS)):
         shown[name] = [{column: row.get(column) for column in columns} for row in result[name]]
     shown["steps"] = [
