@@ -1,35 +1,38 @@
 """A cache of the caller's comes back as plain generate would have left it, and is taken as it comes."""
 
 import copy
-import warnings
 
 import pytest
 import torch
-from helpers.oracle import planted
+from helpers.both_ways import both
 from helpers.zoo import build, ragged_batch
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from hf_clover import CloverHeads
 from hf_clover.targets.private_api import cache_name
 
+pytestmark = pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
 VOCABULARY, NEW = 24, 14
-SHAPES = {"one": (11,), "ragged": (5, 11, 3)}
+SHAPES = pytest.mark.parametrize("lengths", [(11,), (5, 11, 3)], ids=["one", "ragged"])
 
 
-def generate(target, ids, mask, cache, heads=None, truth=None, new=NEW):
-    options = {"max_new_tokens": new, "pad_token_id": 0, "do_sample": False, "return_dict_in_generate": True}
-    inputs = {"input_ids": ids, "attention_mask": mask, cache_name(): cache}
-    if heads is None:
-        return target.generate(**inputs, **options)
-    with planted(heads, truth, ids.shape[1]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return target.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=5)
-
-
-def grown(ids, mask):
+def grown(said, mask):
     """A next turn: what was said, and three tokens more."""
-    ids = torch.cat((ids, ids[:, :3] % 7 + 4), dim=1)
-    return ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    ids = torch.cat((said, said[:, :3] % 7 + 4), dim=1)
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1),
+    }
+
+
+def turn(target, heads, inputs, caches, **how):
+    """A turn on each of two caches, spoken by plain generate and by ours -> our output, and the next turn's inputs."""
+    of_each = [{cache_name(): cache} for cache in caches]
+    options = {"max_new_tokens": NEW, "num_assistant_tokens": 5, "of_each": of_each, **how}
+    plain, ours = both(target, heads, inputs, plant=heads is not None, **options)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours[cache_name()] is caches[1], "the user's own cache goes on"
+    return ours, grown(ours.sequences, inputs["attention_mask"])
 
 
 def assert_same(mine, theirs):
@@ -52,63 +55,73 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@SHAPES
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "llama4", "bloom", "gpt_neo", "lfm2", "llama4_tuned"])
-def test_a_users_cache_comes_back_as_plain_generate_leaves_it(name, made, records, shape):
+def test_a_users_cache_comes_back_as_plain_generate_leaves_it(name, made, records, lengths):
     if name == "lfm2" and made == "without":
         pytest.skip("plain generate needs a config for its states")
     target = build(name, vocab_size=VOCABULARY)
-    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, SHAPES[shape])
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, lengths)
     caches = [MADE[made](target) for _ in range(2)]
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    accepted = 0
-    for turn in range(2):
-        if records and turn == 1:
-            for cache in caches:
-                cache.activate_past_recording()
+    first, inputs = turn(target, heads, inputs, caches)
+    assert_same(caches[1], caches[0])
+    if records:
+        for cache in caches:
+            cache.activate_past_recording()
         try:
-            plain = generate(target, ids, mask, caches[0])
+            target.generate(**inputs, max_new_tokens=2, **{cache_name(): copy.deepcopy(caches[0])})
         except RuntimeError:
-            assert records
             pytest.skip("plain generate of this version, 5.17, cannot go on in a window that records")
-        ours = generate(target, ids, mask, caches[1], heads, plain.sequences)
-        assert torch.equal(ours.sequences, plain.sequences)
-        assert ours[cache_name()] is caches[1]
-        assert_same(caches[1], caches[0])
-        accepted += ours.speculation.accepted_tokens
-        ids, mask = grown(plain.sequences, mask)
-    assert accepted > NEW // 3
+    second, inputs = turn(target, heads, inputs, caches)
+    assert_same(caches[1], caches[0])
+    assert first.speculation.accepted_tokens + second.speculation.accepted_tokens > NEW // 3
     if made == "without" or (records and name != "lfm2"):  # what was said can be taken back
         for cache in caches:
             cache.crop(-8)
-        ids, mask = ids[:, :-10], mask[:, :-10]
-        plain = generate(target, ids, mask, caches[0])
-        ours = generate(target, ids, mask, caches[1], heads, plain.sequences)
-        assert torch.equal(ours.sequences, plain.sequences)
+        turn(target, heads, {name: value[:, :-10] for name, value in inputs.items()}, caches)
+
+
+@SHAPES
+@pytest.mark.parametrize("who", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_window", "gemma3"])
+def test_turns_with_and_without_heads_share_one_cache(name, who, lengths):
+    """Three turns, each spoken with heads or without, on one cache: as if plain generate had spoken all of them."""
+    target = build(name, vocab_size=VOCABULARY)
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, lengths)
+    caches, accepted = [DynamicCache(config=target.config) for _ in range(2)], 0
+    for with_heads in (*who, who[0]):
+        out, inputs = turn(target, heads if with_heads else None, inputs, caches, eos_token_id=3)
+        assert caches[1].get_seq_length() == inputs["input_ids"].shape[1] - 4
+        accepted += out.speculation.accepted_tokens if with_heads else 0
+    assert accepted > 0
+
+
+def test_two_turns_on_the_users_static_cache_equal_plain():
+    target = build("llama", vocab_size=VOCABULARY)
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (11,))
+    caches = [StaticCache(config=target.config, max_cache_len=64) for _ in range(2)]
+    for _ in range(2):
+        out, inputs = turn(target, heads, inputs, caches)
+        assert out.speculation.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
 @pytest.mark.parametrize("change", ["repeat", "select"])
 def test_rows_may_be_repeated_or_selected_between_turns(name, change):
     target = build(name, vocab_size=VOCABULARY)
-    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, SHAPES["ragged"])
-    ids, mask, cache = inputs["input_ids"], inputs["attention_mask"], DynamicCache(config=target.config)
-    truth = generate(target, ids, mask, copy.deepcopy(cache))
-    first = generate(target, ids, mask, cache, heads, truth.sequences)
-    rows = torch.arange(3).repeat_interleave(2) if change == "repeat" else torch.tensor([2, 0])
-    caches = [cache, copy.deepcopy(cache)]
-    for each in caches:
+    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (5, 11, 3))
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    _, inputs = turn(target, heads, inputs, caches)
+    rows = torch.tensor([0, 0, 1, 1, 2, 2] if change == "repeat" else [2, 0])
+    for cache in caches:
         if change == "repeat":
-            each.batch_repeat_interleave(2)
+            cache.batch_repeat_interleave(2)
         else:
-            each.batch_select_indices(rows)
-    ids, mask = grown(first.sequences[rows], mask[rows])
-    plain = generate(target, ids, mask, caches[1])
-    ours = generate(target, ids, mask, caches[0], heads, plain.sequences)
-    assert torch.equal(ours.sequences, plain.sequences)
-    assert ours.speculation.accepted_tokens > NEW // 3
+            cache.batch_select_indices(rows)
+    out, _ = turn(target, heads, {name: value[rows] for name, value in inputs.items()}, caches)
+    assert out.speculation.accepted_tokens > NEW // 3
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", "llama"])
@@ -118,14 +131,8 @@ def test_the_first_call_with_heads_may_come_in_the_middle_of_a_conversation(name
     for with_heads in (False, True):
         target = build(name, vocab_size=VOCABULARY)  # of which nothing is known yet
         heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (7,))
-        cache, ids = DynamicCache(config=target.config), inputs["input_ids"]
-        first = generate(target, ids, torch.ones_like(ids), cache)
-        ids, mask = grown(first.sequences, torch.ones_like(first.sequences))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            options = {"assistant_model": heads} if with_heads else {}
-            out = target.generate(
-                ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, **options, **{cache_name(): cache}
-            )
-        said.append(out)
+        options = {"max_new_tokens": NEW, cache_name(): DynamicCache(config=target.config)}
+        first = target.generate(**inputs, **options)
+        assistant = {"assistant_model": heads} if with_heads else {}
+        said.append(target.generate(**grown(first, inputs["attention_mask"]), **options, **assistant))
     assert torch.equal(*said)
