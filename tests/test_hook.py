@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -50,91 +51,83 @@ def door(name, heads):
 DOORS = pytest.mark.parametrize("way", ["assistant_model", "custom_generate"])
 
 
-def drafted(target, plain, width, *args, **options):
-    """The call with the plain text planted in the drafts -> its output; drafts must be accepted."""
-    with planted(heads, plain, width):
-        out = target.generate(*args, return_dict_in_generate=True, **{"num_assistant_tokens": 9, **options})
+def drafted(target, heads, plain, *args, **options):
+    """The call on a prompt of 7 tokens, with the plain text planted in the drafts -> our record. Tokens must be the
+    plain ones, and drafts must be accepted."""
+    with planted(heads, plain, 7):
+        out = target.generate(*args, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, plain)
     assert out.speculation.accepted_tokens > 0
-    return out
+    return out.speculation
+
+
+@pytest.fixture
+def inputs():
+    return ragged_batch(VOCABULARY, (7,))
 
 
 @DOORS
-def test_assistant_model_and_custom_generate_both_stream(model, heads, way):
-    inputs, (theirs, ours) = ragged_batch(VOCABULARY, (7,)), (Events(), Events())
+def test_assistant_model_and_custom_generate_both_stream(model, heads, inputs, way):
+    theirs, ours = Events(), Events()
     plain = model.generate(**inputs, max_new_tokens=NEW, streamer=theirs)
-    out = drafted(model, plain, 7, **inputs, max_new_tokens=NEW, streamer=ours, **door(way, heads))
-    assert torch.equal(out.sequences, plain)
+    drafted(model, heads, plain, **inputs, max_new_tokens=NEW, streamer=ours, **door(way, heads))
     assert ours.seen == theirs.seen
     assert len(ours.seen) == NEW + 2
     assert ours.seen[-1] == "end"
 
 
 @DOORS
-def test_assistant_model_and_custom_generate_both_take_the_tree_size(model, heads, way):
-    """From the call, from its generation config, and else from the heads."""
-    inputs, config = ragged_batch(VOCABULARY, (7,)), GenerationConfig(max_new_tokens=NEW, num_assistant_tokens=5)
+def test_assistant_model_and_custom_generate_both_take_the_tree_size(model, heads, inputs, way, monkeypatch):
+    """From the call, else from its generation config, else from the heads."""
     plain = model.generate(**inputs, max_new_tokens=NEW)
-    for sizes, options in (
-        ({3}, {"num_assistant_tokens": 3, "max_new_tokens": NEW}),
-        ({5}, {"generation_config": config, "num_assistant_tokens": 5}),
-    ):
-        out = drafted(model, plain, 7, **inputs, **options, **door(way, heads))
-        assert torch.equal(out.sequences, plain)
-        assert set(out.speculation.tree_sizes) == sizes
-    out = model.generate(**inputs, generation_config=config, return_dict_in_generate=True, **door(way, heads))
-    assert set(out.speculation.tree_sizes) == {5}
+    config = GenerationConfig(max_new_tokens=NEW, num_assistant_tokens=5)
+
+    def sizes(**options):
+        return set(drafted(model, heads, plain, **inputs, **options, **door(way, heads)).tree_sizes)
+
+    assert sizes(max_new_tokens=NEW) == {24}
+    monkeypatch.setattr(heads.generation_config, "num_assistant_tokens", 4)
+    assert sizes(max_new_tokens=NEW) == {4}
+    assert sizes(generation_config=config) == {5}
+    assert sizes(generation_config=config, num_assistant_tokens=3) == {3}
+    assert sizes(max_new_tokens=NEW, num_assistant_tokens=20) == {20}, "transformers' default is a size like any other"
     assert config.num_assistant_tokens == 5
-    heads.generation_config.num_assistant_tokens = 4
-    try:
-        out = model.generate(**inputs, max_new_tokens=NEW, return_dict_in_generate=True, **door(way, heads))
-        assert set(out.speculation.tree_sizes) == {4}
-    finally:
-        heads.generation_config.num_assistant_tokens = None
 
 
-def test_positional_arguments_of_generate_are_understood(model, heads):
-    inputs, config, streamer = ragged_batch(VOCABULARY, (7,)), GenerationConfig(max_new_tokens=NEW), Events()
-    plain = model.generate(**inputs, max_new_tokens=NEW)
-    out = drafted(
-        *(model, plain, 7, inputs["input_ids"], config, None, StoppingCriteriaList(), None, None, heads, streamer),
-        attention_mask=inputs["attention_mask"],
-    )
-    assert torch.equal(out.sequences, plain)
+def test_positional_arguments_of_generate_are_understood(model, heads, inputs):
+    streamer, plain = Events(), model.generate(**inputs, max_new_tokens=NEW)
+    arguments = (GenerationConfig(max_new_tokens=NEW), None, StoppingCriteriaList(), None, None, heads, streamer)
+    drafted(model, heads, plain, inputs["input_ids"], *arguments, attention_mask=inputs["attention_mask"])
     assert streamer.seen[-1] == "end"
 
 
-STOPPED = {
-    "by the call": (lambda config: None, {"stop_strings": ["e", "t"]}),
-    "by the call's config": (lambda config: None, {"generation_config": {"stop_strings": ["e", "t"]}}),
-    "by the target's config": (lambda config: setattr(config, "stop_strings", ["e", "t"]), {}),
-    "by the call alone": (
-        lambda config: setattr(config, "stop_strings", ["x"]),
-        {"stop_strings": "e"},
-    ),
-    "by both configs": (lambda config: setattr(config, "stop_strings", ["x"]), {"generation_config": {"top_k": 0}}),
+STOPPED = {  # stop strings of the call, of its config, of the target's config
+    "by the call": (["e", "t"], None, None),
+    "by the call's config": (None, {"stop_strings": ["e", "t"]}, None),
+    "by the target's config": (None, None, ["e", "t"]),
+    "by the call alone": ("e", None, ["x"]),
+    "by both configs": (None, {"top_k": 0}, ["x"]),
 }
 
 
 @DOORS
 @pytest.mark.parametrize("setting", STOPPED)
-def test_stop_strings_from_any_setting_end_the_text_as_in_plain_generate(words, way, setting, monkeypatch, caplog):
+def test_stop_strings_from_any_setting_end_the_text_as_in_plain_generate(words, way, setting, monkeypatch):
     """transformers hands no tokenizer to a custom loop."""
     target, tokenizer, heads = words
-    change, options = STOPPED[setting]
-    monkeypatch.setattr(target, "generation_config", GenerationConfig.from_dict(target.generation_config.to_dict()))
-    change(target.generation_config)
-    inputs, options = tokenizer(tiny_text.PROMPT, return_tensors="pt"), {**options, "tokenizer": tokenizer}
-    if "generation_config" in options:
-        options["generation_config"] = GenerationConfig(max_new_tokens=NEW, **options["generation_config"])
-    else:
-        options["max_new_tokens"] = NEW
-    width = inputs.input_ids.shape[1]
+    of_call, of_config, of_target = STOPPED[setting]
+    config = GenerationConfig.from_dict({**target.generation_config.to_dict(), "stop_strings": of_target})
+    monkeypatch.setattr(target, "generation_config", config)
+    inputs = tokenizer(tiny_text.PROMPT, return_tensors="pt")
+    options = {"tokenizer": tokenizer, "max_new_tokens": NEW} | ({"stop_strings": of_call} if of_call else {})
+    if of_config:
+        options["generation_config"] = GenerationConfig(max_new_tokens=options.pop("max_new_tokens"), **of_config)
+    before = options.get("generation_config", config).to_dict()
     plain = target.generate(**inputs, **options)
-    before = options.get("generation_config", GenerationConfig()).to_dict()
-    with planted(heads, plain, width):
+    with planted(heads, plain, inputs.input_ids.shape[1]):
         ours = target.generate(**inputs, **options, **door(way, heads))
     assert torch.equal(ours, plain)
-    assert options.get("generation_config", GenerationConfig()).to_dict() == before
+    assert options.get("generation_config", config).to_dict() == before
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error(words):
@@ -166,33 +159,31 @@ def test_text_is_streamed_as_plain_generate_streams_it(words, capsys):
     assert said == [said[0]] * 3
 
 
-def test_a_target_that_overrides_generate_gives_plain_tokens(model, heads):
-    """Its `generate` calls the mixin's, as some speech models and others' wrappers do."""
-    seen = []
+def overriding(model, wrapped):
+    """The target, with a `generate` of its own: `wrapped` around the mixin's."""
 
     class Own(type(model)):
         def generate(self, *args, **kwargs):
-            seen.append(sorted(kwargs))
-            return super().generate(*args, **kwargs)
+            return wrapped(super().generate, *args, **kwargs)
 
-    target, inputs = Own(model.config).eval(), ragged_batch(VOCABULARY, (7,))
+    target = Own(model.config).eval()
     target.load_state_dict(model.state_dict())
+    return target
+
+
+def test_a_target_that_overrides_generate_gives_plain_tokens(model, heads, inputs):
+    """Its `generate` calls the mixin's, as some speech models and others' wrappers do."""
+    own = mock.Mock(side_effect=lambda generate, *args, **kwargs: generate(*args, **kwargs))
+    target = overriding(model, own)
     plain = target.generate(**inputs, max_new_tokens=NEW)
-    out = drafted(target, plain, 7, **inputs, max_new_tokens=NEW, assistant_model=heads)
-    assert torch.equal(out.sequences, plain)
-    assert "assistant_model" in seen[1]
+    drafted(target, heads, plain, **inputs, max_new_tokens=NEW, assistant_model=heads)
+    assert "assistant_model" in own.call_args.kwargs
 
 
 @pytest.mark.parametrize("output", [CsmGenerateOutput, MoshiConditionalGenerationGenerateOutput])
-def test_a_target_may_return_an_output_class_of_its_own(model, heads, output):
+def test_a_target_may_return_an_output_class_of_its_own(model, heads, inputs, output):
     """That class is made from the items that ours returns. The record is none of them; `speculations` has it."""
-
-    class Own(type(model)):
-        def generate(self, *args, **kwargs):
-            return output(**super().generate(*args, **kwargs))
-
-    target, inputs = Own(model.config).eval(), ragged_batch(VOCABULARY, (7,))
-    target.load_state_dict(model.state_dict())
+    target = overriding(model, lambda generate, *args, **kwargs: output(**generate(*args, **kwargs)))
     options = dict(max_new_tokens=NEW, return_dict_in_generate=True, output_scores=True)
     plain = target.generate(**inputs, **options)
     with planted(heads, plain.sequences, 7), speculations() as records:
@@ -230,31 +221,24 @@ def test_transformers_refuses_an_assistant_with_continuous_batching(model, heads
 
 def test_a_users_custom_generate_runs_without_the_assistant(model, heads):
     """With somebody else's `custom_generate`, the call is not ours, whatever the assistant is."""
-    seen = []
-
-    def theirs(model, input_ids, **kwargs):
-        seen.append(kwargs)
-        return input_ids
-
+    theirs = mock.Mock(side_effect=lambda model, input_ids, **kwargs: input_ids)
     ids = torch.tensor([[1, 2, 3]])
-    assert model.generate(ids, assistant_model=heads, custom_generate=theirs) is not None
-    assert "assistant_model" not in seen[0]
+    assert torch.equal(model.generate(ids, assistant_model=heads, custom_generate=theirs), ids)
+    assert "assistant_model" not in theirs.call_args.kwargs
 
 
 def test_the_hook_keeps_the_signature_of_generate():
-    assert {"inputs", "assistant_model", "custom_generate", "streamer"} <= {
-        *inspect.signature(GenerationMixin.generate).parameters
-    }
+    names = {*inspect.signature(GenerationMixin.generate).parameters}
+    assert {"inputs", "assistant_model", "custom_generate", "streamer"} <= names
 
 
 @DOORS
 def test_a_call_with_heads_causes_no_deprecation_warning(model, heads, way, caplog):
-    """Nobody sees a warning that our call caused."""
     logging.enable_propagation()
-    inputs = ragged_batch(VOCABULARY, (7, 3))
+    options = {**ragged_batch(VOCABULARY, (7, 3)), "max_new_tokens": NEW, "return_dict_in_generate": True}
     try:
         with caplog.at_level("WARNING"):
-            out = model.generate(**inputs, max_new_tokens=NEW, return_dict_in_generate=True, **door(way, heads))
+            out = model.generate(**options, **door(way, heads))
     finally:
         logging.disable_propagation()
     assert out.speculation.method == "tree"
