@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from helpers.both_ways import both, same_tokens
 from helpers.oracle import drafting_by
+from helpers.trees import nodes_of
 from helpers.zoo import build, ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,8 @@ from hf_clover.decoding.tree import Tree, with_path
 
 VOCABULARY = 16
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 4}
+GREEDY_AND_SAMPLED = pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+SHAPES = pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
 
 
 # ---------------------------------------------------------------------- the texts
@@ -68,39 +72,21 @@ def test_the_chance_of_a_copy_depends_on_its_run_and_on_earlier_copies():
 # ---------------------------------------------------------------------- the tree
 
 
-def paths_of(tree, row):
-    """Every valid node's path of tokens -> its joint log-probability."""
-    found = {(): 0.0}
-    paths = {0: ()}
-    for node in range(1, tree.size):
-        if tree.valid[row, node]:
-            parent = int(tree.parents[row, node])
-            assert parent < node, "a parent comes first"
-            paths[node] = (*paths[parent], int(tree.tokens[row, node]))
-            assert int(tree.depths[row, node]) == len(paths[node])
-            assert paths[node] not in found, "siblings differ"
-            found[paths[node]] = float(tree.log_probs[row, node])
-    return found
-
-
 def merged(paths, copied, log_probs, nodes):
-    """The slow twin."""
+    """The slow twin: the best values, and the value of every path."""
     paths = dict(paths)
     for place, log_prob in enumerate(log_probs):
         if log_prob > -math.inf:
             path = tuple(copied[: place + 1])
             paths[path] = max(paths.get(path, -math.inf), log_prob)
-    del paths[()]
     return sorted(paths.values(), reverse=True)[:nodes], paths
 
 
 def random_tree(generator, batch, nodes):
     """Sorted by joint probability, some rows not filled."""
     tokens = torch.randint(1, 5, (batch, nodes + 1), generator=generator)
-    parents, depths, joint = (
-        torch.zeros(batch, nodes + 1, dtype=kind) for kind in (torch.long, torch.long, torch.float)
-    )
-    valid = torch.ones(batch, nodes + 1, dtype=torch.bool)
+    parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
+    joint, valid = torch.zeros(batch, nodes + 1), torch.ones(batch, nodes + 1, dtype=torch.bool)
     for row in range(batch):
         seen = set()
         for node in range(1, nodes + 1):
@@ -128,9 +114,8 @@ def test_merging_a_path_keeps_the_best_nodes_of_tree_and_path(seed):
     assert new.size == tree.size
     assert torch.equal(new.tokens[:, 0], tree.tokens[:, 0])
     for row in range(3):
-        best, every = merged(paths_of(tree, row), tokens[row].tolist(), log_probs[row].tolist(), nodes)
-        found = paths_of(new, row)
-        del found[()]
+        best, every = merged(nodes_of(tree, row), tokens[row].tolist(), log_probs[row].tolist(), nodes)
+        found = nodes_of(new, row)
         assert sorted(found.values(), reverse=True) == pytest.approx(best)
         for path, log_prob in found.items():
             assert every[path] == pytest.approx(log_prob)
@@ -156,28 +141,24 @@ def model():
 
 
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2", "medusa"])
-@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
+@GREEDY_AND_SAMPLED
+@SHAPES
 def test_tokens_equal_plain_and_copies_are_accepted(model, variant, kwargs, lengths):
     """Untrained heads guess little; a text that repeats itself is copied from."""
-    inputs = ragged_batch(VOCABULARY, lengths)
     accepted = {}
     for most in (0, 6):
         heads = CloverHeads.from_target(model, variant=variant, draft_copies=most)
-        options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
-        torch.manual_seed(0)
-        plain = model.generate(**inputs, **options).sequences
-        torch.manual_seed(0)
-        out = model.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=6)
-        assert torch.equal(out.sequences, plain)
-        accepted[most] = out.speculation.accepted_tokens
+        options = {"plant": False, "max_new_tokens": 60, "num_assistant_tokens": 6, **kwargs}
+        plain, ours = both(model, heads, ragged_batch(VOCABULARY, lengths), **options)
+        assert torch.equal(ours.sequences, plain.sequences)
+        accepted[most] = ours.speculation.accepted_tokens
     assert accepted[6] > 0
     if not kwargs:
         assert accepted[6] > accepted[0] + 10 * len(lengths)
 
 
 def test_copies_are_merged_into_the_tree_in_the_order_of_their_chances(model, monkeypatch):
-    """Copies are in the tree, in the order of their chances, before the budget cuts it."""
+    """Before the budget cuts it."""
     heads = CloverHeads.from_target(model, draft_copies=6)
     cut = []
 
@@ -190,8 +171,7 @@ def test_copies_are_merged_into_the_tree_in_the_order_of_their_chances(model, mo
     assert cut
     for size, tree in cut:
         assert tree.size == size
-        joint = tree.log_probs[0]
-        assert bool((joint[:-1] >= joint[1:]).all())
+        assert (tree.log_probs[0].diff() <= 0).all()
 
 
 class Resting(AutomaticBudget):
@@ -206,13 +186,17 @@ class Resting(AutomaticBudget):
         return super().ask(lengths, replayed, copies)
 
 
+@pytest.fixture
+def resting(monkeypatch):
+    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
+
+
 @pytest.mark.automatic
 @pytest.mark.parametrize("variant", ["clover-x", "clover-2"])
-@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("lengths", [(40,), (40, 25, 12)], ids=["one", "ragged"])
-def test_copies_are_drafted_while_the_heads_rest(model, monkeypatch, variant, kwargs, lengths):
+@GREEDY_AND_SAMPLED
+@SHAPES
+def test_copies_are_drafted_while_the_heads_rest(model, resting, variant, kwargs, lengths):
     """The heads draft nothing, not even for rows without a copy; the tokens stay plain generate's."""
-    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     asked = []
 
     class Watched(CloverDrafter):
@@ -221,56 +205,42 @@ def test_copies_are_drafted_while_the_heads_rest(model, monkeypatch, variant, kw
             return super().draft(nodes, *rest)
 
     heads = CloverHeads.from_target(model, variant=variant, draft_copies=6)
-    inputs = ragged_batch(VOCABULARY, lengths)
-    options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, **options).sequences
-    torch.manual_seed(0)
+    options = {"plant": False, "max_new_tokens": 60, "num_assistant_tokens": None, **kwargs}
     with drafting_by(heads, Watched):
-        out = model.generate(**inputs, **options, assistant_model=heads)
-    assert torch.equal(out.sequences, plain)
+        more_than = 2 if kwargs else 15 * len(lengths)
+        same_tokens(model, heads, ragged_batch(VOCABULARY, lengths), more_than, **options)
     assert asked
     assert not any(asked)
-    assert out.speculation.accepted_tokens > (2 if kwargs else 15 * len(lengths))
 
 
 @pytest.mark.automatic
-@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+@GREEDY_AND_SAMPLED
 @pytest.mark.parametrize(("context", "method"), [(0.01, "replayed chain"), (0.0, "chain")])
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
-def test_targets_that_verify_chains_accept_copies_while_the_heads_rest(monkeypatch, name, context, method, kwargs):
+def test_targets_that_verify_chains_accept_copies_while_the_heads_rest(resting, name, context, method, kwargs):
     """A copy is a chain. Rows of a batch wait for each other here, and get no copies."""
-    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
     target = that_repeats_itself(name, context)
     heads = CloverHeads.from_target(target, draft_copies=6)
-    options = {"max_new_tokens": 60, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
-    accepted = []
-    for lengths in ((40,), (40, 25)):
-        inputs = ragged_batch(VOCABULARY, lengths)
-        torch.manual_seed(0)
-        plain = target.generate(**inputs, **options).sequences
-        torch.manual_seed(0)
-        out = target.generate(**inputs, **options, assistant_model=heads)
-        assert torch.equal(out.sequences, plain)
-        assert out.speculation.method == method
-        accepted.append(out.speculation.accepted_tokens)
-    assert accepted[0] > (2 if kwargs else 20)
-    assert accepted[1] == 0
+    options = {"plant": False, "max_new_tokens": 60, "num_assistant_tokens": None, **kwargs}
+    alone = same_tokens(target, heads, ragged_batch(VOCABULARY, (40,)), 2 if kwargs else 20, **options)
+    plain, together = both(target, heads, ragged_batch(VOCABULARY, (40, 25)), **options)
+    assert torch.equal(together.sequences, plain.sequences)
+    assert alone.speculation.method == together.speculation.method == method
+    assert together.speculation.accepted_tokens == 0
 
 
 @pytest.mark.automatic
-def test_heads_that_give_nan_are_noticed_although_copies_are_drafted(model, monkeypatch):
+def test_heads_that_give_nan_are_noticed_although_copies_are_drafted(model, resting):
     """A row without a copy is no sign of NaN."""
-    monkeypatch.setattr("hf_clover.decoding.budget.automatic.AutomaticBudget", Resting)
-    inputs = ragged_batch(VOCABULARY, (40, 25, 12))
     heads = CloverHeads.from_target(model, draft_copies=6)
+    options = {**ragged_batch(VOCABULARY, (40, 25, 12)), "max_new_tokens": 60, "assistant_model": heads}
     with warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)
-        model.generate(**inputs, max_new_tokens=60, assistant_model=heads, pad_token_id=0)
+        model.generate(**options)
     for parameter in heads.parameters():
-        parameter.data.fill_(float("nan"))
+        parameter.data.fill_(math.nan)
     with pytest.warns(CloverWarning, match="the heads gave NaN"):
-        model.generate(**inputs, max_new_tokens=60, assistant_model=heads, pad_token_id=0, num_assistant_tokens=3)
+        model.generate(**options, num_assistant_tokens=3)
 
 
 def test_a_negative_number_of_copies_is_refused():
@@ -322,23 +292,19 @@ def test_a_memory_finds_what_followed_the_longest_run_in_the_last_text_with_it(t
     assert found == [] or found in followed_by[next(n for n, hope in RUNS_ELSEWHERE.items() if hope == chance)]
 
 
-@pytest.mark.parametrize("kwargs", [{}, SAMPLED], ids=["greedy", "sampled"])
+@GREEDY_AND_SAMPLED
 @pytest.mark.parametrize("lengths", [(12,), (12, 7, 5)], ids=["one", "ragged"])
 def test_a_second_call_copies_from_the_first(lengths, kwargs):
     """A request that comes again is answered in a few steps; the tokens stay plain generate's."""
     model = build("llama", vocab_size=61)
-    inputs = ragged_batch(61, lengths)
-    options = {"max_new_tokens": 40, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs}
-    torch.manual_seed(0)
-    plain = model.generate(**inputs, **options).sequences
     heads = CloverHeads.from_target(model)
     heads.text_memory = TextMemory(1000)
     accepted = []
     for _ in range(2):
-        torch.manual_seed(0)
-        out = model.generate(**inputs, **options, assistant_model=heads, num_assistant_tokens=6)
-        assert torch.equal(out.sequences, plain)
-        accepted.append(out.speculation.accepted_tokens)
+        options = {"plant": False, "max_new_tokens": 40, "num_assistant_tokens": 6, **kwargs}
+        plain, ours = both(model, heads, ragged_batch(61, lengths), **options)
+        assert torch.equal(ours.sequences, plain.sequences)
+        accepted.append(ours.speculation.accepted_tokens)
     assert accepted[1] > accepted[0] + 15 * len(lengths)
     assert 40 <= len(heads.text_memory) <= 1000
 
@@ -346,7 +312,7 @@ def test_a_second_call_copies_from_the_first(lengths, kwargs):
 def test_copied_and_saved_heads_hold_no_remembered_texts(model, tmp_path):
     heads = CloverHeads.from_target(model)
     heads.text_memory = TextMemory(1000)
-    model.generate(**ragged_batch(VOCABULARY), max_new_tokens=20, pad_token_id=0, assistant_model=heads)
+    model.generate(**ragged_batch(VOCABULARY), max_new_tokens=20, assistant_model=heads)
     assert len(heads.text_memory) > 0
     assert copy.deepcopy(heads).text_memory is None
     heads.save_pretrained(tmp_path)
@@ -364,4 +330,4 @@ def test_a_text_memory_for_heads_that_copy_nothing_is_refused(model):
     heads = CloverHeads.from_target(model, draft_copies=0)
     heads.text_memory = TextMemory(1000)
     with pytest.raises(ValueError, match=r"`heads\.text_memory` is set, and `heads\.config\.draft_copies=0`"):
-        model.generate(**ragged_batch(VOCABULARY), max_new_tokens=4, pad_token_id=0, assistant_model=heads)
+        model.generate(**ragged_batch(VOCABULARY), max_new_tokens=4, assistant_model=heads)

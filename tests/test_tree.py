@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.trees import nodes_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TopPLogitsWarper
@@ -57,18 +58,6 @@ class Table:
         return torch.stack(
             [torch.stack([self.logits(row, path) for path in paths]) for row, paths in zip(self.rows, self.paths)]
         )
-
-
-def nodes_of(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
-    """The valid nodes below the root of one row: path -> joint log-probability."""
-    paths, found = [()], {}
-    for node in range(1, tree.size):
-        path = (*paths[tree.parents[row, node]], int(tree.tokens[row, node]))
-        paths.append(path)
-        if tree.valid[row, node]:
-            assert path not in found, "two siblings carry the same token"
-            found[path] = float(tree.log_probs[row, node])
-    return found
 
 
 def assert_is_tree(tree: Tree, table: Table, budget: int) -> None:

@@ -25,6 +25,21 @@ def random_tree(batch, size, seed):
     return Tree(tokens, parents, depths, -ones.float(), ones.bool(), max_depth=int(depths.max()))
 
 
+def nodes_of(tree: Tree, row: int) -> dict[tuple[int, ...], float]:
+    """The valid nodes below the root of one row: path -> joint log-probability."""
+    paths, found = [()], {}
+    for node in range(1, tree.size):
+        parent = int(tree.parents[row, node])
+        assert parent < node, "a parent comes first"
+        path = (*paths[parent], int(tree.tokens[row, node]))
+        paths.append(path)
+        if tree.valid[row, node]:
+            assert int(tree.depths[row, node]) == len(path)
+            assert path not in found, "two siblings carry the same token"
+            found[path] = float(tree.log_probs[row, node])
+    return found
+
+
 def path_to(parents, node):
     return [0] if node == 0 else [*path_to(parents, parents[node]), node]
 
