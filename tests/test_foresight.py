@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers.both_ways import same_tokens
 from helpers.capturing import captures  # noqa: F401  (a fixture)
 from helpers.fitting import fit
 from helpers.oracle import PlantingDrafter, drafting_by
@@ -21,6 +22,24 @@ from hf_clover.decoding.draft.foresight import Foresight, Unwalked, foresee
 
 VOCABULARY = 16
 NEW = 60
+SHAPES = pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
+
+
+@pytest.fixture
+def bigrams():
+    """A target whose logits depend on the last token alone, and heads that say exactly what it will say."""
+    target = build("llama", vocab_size=VOCABULARY)
+    with torch.no_grad():
+        for layer in target.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    heads = CloverHeads.from_target(target)
+
+    def step(level, states, tokens, *recalled):
+        return target.model.norm(target.model.embed_tokens(tokens)), states
+
+    with mock.patch.object(heads, "step", step):
+        yield target, heads
 
 
 def text_of(batch, rowwise=False, **settings):
@@ -109,42 +128,35 @@ def test_numbers_beyond_the_memory_limit_are_drawn_again(monkeypatch):
     assert torch.equal(foresee(text, 4, VOCABULARY).whole().log_noise, seen)
 
 
-@pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
-def test_no_more_numbers_are_kept_than_drafts_can_use(lengths):
-    target, heads, agreeing = bigrams()
-    common = {**ragged_batch(VOCABULARY, lengths), "max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+@SHAPES
+def test_no_more_numbers_are_kept_than_drafts_can_use(bigrams, monkeypatch, lengths):
+    target, heads = bigrams
     throw, kept = call_module.Dice.throw, []
 
     def watched(dice, *args):
-        kept.append((len(dice.numbers), len(dice.states)))
+        kept.append(max(len(dice.numbers), len(dice.states)))
         return throw(dice, *args)
 
-    with agreeing, mock.patch.object(call_module.Dice, "throw", watched):
-        target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
+    monkeypatch.setattr(call_module.Dice, "throw", watched)
+    common = {**ragged_batch(VOCABULARY, lengths), "max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+    target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
     assert len(kept) >= NEW
-    assert max(numbers for numbers, _ in kept) <= 2 * (heads.config.draft_depth + 1)
-    assert max(states for _, states in kept) <= 2 * (heads.config.draft_depth + 1)
+    assert max(kept) <= 2 * (heads.config.draft_depth + 1)
 
 
-def test_tokens_equal_plain_where_torch_samples_in_another_way(monkeypatch):
+def test_tokens_equal_plain_where_torch_samples_in_another_way(bigrams, monkeypatch):
     """`torch.multinomial` itself picks the tokens, and all rows stay at one length."""
     assert call_module.picks_by_a_race(torch.device("cpu"))
     multinomial = torch.multinomial
-    backwards = lambda probs, num_samples, **options: multinomial(probs.flip(-1), num_samples, **options)  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "multinomial", backwards)
+        patch.setattr(
+            torch, "multinomial", lambda probs, num_samples, **how: multinomial(probs.flip(-1), num_samples, **how)
+        )
         assert not call_module.picks_by_a_race.__wrapped__(torch.device("cpu"))
-    target, heads, agreeing = bigrams()
-    common = {**ragged_batch(VOCABULARY, (7, 4)), "max_new_tokens": 20, "do_sample": True, "top_k": 0}
-    torch.manual_seed(3)
-    truth = target.generate(**common)
     monkeypatch.setattr(call_module, "picks_by_a_race", lambda device: False)
     assert text_of(2, rowwise=True, do_sample=True).in_lockstep
-    with agreeing:
-        torch.manual_seed(3)
-        out = target.generate(**common, assistant_model=heads, num_assistant_tokens=4, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, truth)
-    assert out.speculation.accepted_tokens > 0
+    options = {"seed": 3, "plant": False, "do_sample": True, "top_k": 0, "num_assistant_tokens": 4}
+    same_tokens(*bigrams, ragged_batch(VOCABULARY, (7, 4)), **options)
 
 
 def test_greedy_calls_and_first_tokens_have_no_foresight():
@@ -166,78 +178,42 @@ def test_a_lucky_number_does_not_revive_a_nearly_impossible_token():
     assert Foresight(lucky, 1.0).weigh(0, logits, None)[0, 0, 2] == -torch.inf
 
 
-def bigrams(seed=0):
-    """A target whose logits depend on the last token alone, and heads that say exactly what it will say."""
-    target = build("llama", vocab_size=VOCABULARY)
-    with torch.no_grad():
-        for layer in target.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-    heads = CloverHeads.from_target(target)
-
-    def step(level, states, tokens, *recalled):
-        return target.model.norm(target.model.embed_tokens(tokens)), states
-
-    return target, heads, mock.patch.object(heads, "step", step)
-
-
-@pytest.mark.parametrize("lengths", [(7,), (7, 4, 5)], ids=["one", "ragged"])
+@SHAPES
 @pytest.mark.parametrize("temperature", [0.7, 3.0])
-def test_sampled_drafts_of_heads_that_agree_are_always_accepted(temperature, lengths):
+def test_sampled_drafts_of_heads_that_agree_are_always_accepted(bigrams, monkeypatch, temperature, lengths):
     """As for greedy text: a chain is accepted whole. Two samples of one distribution would differ."""
-    target, heads, agreeing = bigrams()
-    inputs = ragged_batch(VOCABULARY, lengths)
-    common = {**inputs, "max_new_tokens": NEW, "do_sample": True, "temperature": temperature, "top_k": 0}
+    target, heads = bigrams
     heads.config.draft_tree, heads.config.draft_depth = "chain", 4
-    speculative = {"assistant_model": heads, "num_assistant_tokens": 4, "return_dict_in_generate": True}
-    torch.manual_seed(3)
-    truth = target.generate(**common)
-    with agreeing:
-        torch.manual_seed(3)
-        foreseen = target.generate(**common, **speculative)
-        with mock.patch.object(session, "foresee", return_value=None):
-            torch.manual_seed(3)
-            blind = target.generate(**common, **speculative)
-    assert torch.equal(foreseen.sequences, truth)
-    assert torch.equal(blind.sequences, truth)
+    options = {"plant": False, "max_new_tokens": NEW, "do_sample": True, "temperature": temperature, "top_k": 0}
+    options |= {"seed": 3, "num_assistant_tokens": 4}
+    foreseen = same_tokens(target, heads, ragged_batch(VOCABULARY, lengths), **options).speculation
+    monkeypatch.setattr(session, "foresee", lambda *_: None)
+    blind = same_tokens(target, heads, ragged_batch(VOCABULARY, lengths), **options).speculation
     # All but the prompt's own token and what is cut off at the end comes in whole chains, each with a token more.
-    assert foreseen.speculation.target_forwards == 1 + -(-(NEW - 1) // 5)
-    assert blind.speculation.accepted_tokens < foreseen.speculation.accepted_tokens
+    assert foreseen.target_forwards == 1 + -(-(NEW - 1) // 5)
+    assert blind.accepted_tokens < foreseen.accepted_tokens
 
 
 @pytest.mark.parametrize("fields", [{}, {"draft_tree": "levels"}, {"draft_vocab_size": 9}])
 def test_foresight_in_graphs_gives_the_same_text_and_drafts(fields, captures):  # noqa: F811
-    """The same text and the same drafts."""
     target = build("llama", vocab_size=VOCABULARY)
     heads = CloverHeads.from_target(target, **fields)
     if "draft_vocab_size" not in fields:
         fit(heads, target)
-    common = {**ragged_batch(VOCABULARY, (7,)), "max_new_tokens": NEW, "do_sample": True, "temperature": 0.8}
-    speculative = {"assistant_model": heads, "num_assistant_tokens": 5, "return_dict_in_generate": True}
-    torch.manual_seed(1)
-    truth = target.generate(**common)
-    outputs = []
-    for options in ({"disable_compile": True}, {}):
-        torch.manual_seed(1)
-        outputs.append(target.generate(**common, **{**speculative, **options}))
-        assert torch.equal(outputs[-1].sequences, truth)
-    eager, graphed = (output.speculation.accepted_tokens for output in outputs)
-    assert eager == graphed > 0
+    options = {"seed": 1, "plant": False, "do_sample": True, "temperature": 0.8, "num_assistant_tokens": 5}
+    eager, graphed = (
+        same_tokens(target, heads, ragged_batch(VOCABULARY, (7,)), max_new_tokens=NEW, **options, **more)
+        for more in ({"disable_compile": True}, {})
+    )
+    assert eager.speculation.accepted_tokens == graphed.speculation.accepted_tokens
     assert captures.replayed > 0
 
 
-def test_rows_in_lockstep_equal_plain_in_fewer_forwards():
+def test_rows_in_lockstep_equal_plain_in_fewer_forwards(bigrams):
     """A batch that goes in lockstep, because its scores are asked for."""
-    target, heads, agreeing = bigrams()
-    common = {**ragged_batch(VOCABULARY, (7, 7)), "max_new_tokens": 20, "do_sample": True, "output_scores": True}
-    common["return_dict_in_generate"] = True
-    torch.manual_seed(3)
-    truth = target.generate(**common)
-    with agreeing:
-        torch.manual_seed(3)
-        out = target.generate(**common, assistant_model=heads, num_assistant_tokens=4)
-    assert torch.equal(out.sequences, truth.sequences)
-    assert out.speculation.target_forwards < 8
+    options = {"max_new_tokens": 20, "do_sample": True, "output_scores": True, "num_assistant_tokens": 4}
+    ours = same_tokens(*bigrams, ragged_batch(VOCABULARY, (7, 7)), seed=3, plant=False, **options)
+    assert ours.speculation.target_forwards < 8
 
 
 # ---------------------------------------------------------------------- rows that wait for each other
@@ -282,8 +258,7 @@ def test_rows_that_wait_save_forwards_by_keeping_what_the_target_said(name, samp
     truth = target.generate(**common)
     forwards = []
     for forget in (nullcontext(), mock.patch.object(Unwalked, "mark")):
-        fields = {"truth": truth, "rng": random.Random(0), "start": 7}
-        drafter = type("Unsure", (UnsureDrafter,), fields)
+        drafter = type("Unsure", (UnsureDrafter,), {"truth": truth, "rng": random.Random(0), "start": 7})
         torch.manual_seed(1)
         with forget, drafting_by(heads, drafter):
             out = target.generate(**common, **speculative)
