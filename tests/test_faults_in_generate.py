@@ -1,7 +1,7 @@
 """What goes wrong, or happens beside, while text is generated: memory, threads, interruptions, NaN.
 
-What is refused before a token is generated is in test_bad_input.py, with the first of the interruptions; threads that
-all speculate are in test_neighbours.py and test_graphs.py.
+What is refused before a token is generated is in test_bad_input.py; threads that all speculate are in
+test_neighbours.py and test_graphs.py.
 """
 
 import gc
@@ -11,13 +11,18 @@ import sys
 import threading
 import tracemalloc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
+from helpers.both_ways import both, same_tokens
 from helpers.breaking_off import Breaks, state_of
 from helpers.capturing import captures  # noqa: F401  (a fixture)
 from helpers.oracle import planted
 from helpers.zoo import build, ragged_batch
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
@@ -25,6 +30,8 @@ from transformers.masking_utils import flash_attention_mask
 from hf_clover import CloverHeads
 from hf_clover.decoding.budget.automatic import make_budget
 from hf_clover.decoding.budget.costs import ON_CPU, cost_by_size
+from hf_clover.decoding.draft.drafter import CloverDrafter
+from hf_clover.decoding.draft.session import DraftSession
 from hf_clover.decoding.route import CloverWarning
 from hf_clover.decoding.target.attention import attention_for_trees
 from hf_clover.decoding.target.memory import memory_of
@@ -145,23 +152,18 @@ def test_threads_that_draft_chains_in_one_target_get_plain_tokens(target, method
     """Caches that are cropped, copied and replayed belong to their call."""
     model = build(target, vocab_size=VOCABULARY)
     heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (6,))
-    plain, said, meet = model.generate(**inputs, max_new_tokens=NEW), {}, threading.Barrier(4)
+    plain, meet = model.generate(**inputs, max_new_tokens=NEW), threading.Barrier(4)
 
-    def speak(k):
+    def speak(nodes):
         meet.wait()
-        options = {"num_assistant_tokens": 2 + k, "return_dict_in_generate": True}
-        out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, **options)
-        said[k] = out.sequences, out.speculation
+        options = {"assistant_model": heads, "num_assistant_tokens": nodes, "return_dict_in_generate": True}
+        return model.generate(**inputs, max_new_tokens=NEW, **options)
 
-    threads = [threading.Thread(target=speak, args=(k,)) for k in range(4)]
-    with planted(heads, plain, 6):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(torch.equal(said[k][0], plain) for k in range(4))
-    assert {said[k][1].method for k in range(4)} == {method}
-    assert all(said[k][1].accepted_tokens > 2 for k in range(4))
+    with planted(heads, plain, 6), ThreadPoolExecutor(4) as threads:
+        said = [*threads.map(speak, range(2, 6))]
+    assert all(torch.equal(out.sequences, plain) for out in said)
+    assert {out.speculation.method for out in said} == {method}
+    assert all(out.speculation.accepted_tokens > 2 for out in said)
 
 
 def like_flash(module, query, key, value, attention_mask, **kwargs):
@@ -211,25 +213,33 @@ def test_plain_generate_is_unchanged_while_another_thread_has_trees(model, colum
     assert model.config._attn_implementation == implementation
 
 
-def test_a_target_whose_attention_takes_no_tree_mask_still_verifies_trees(columns_only, heads):
-    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
-    plain = columns_only.generate(**inputs, max_new_tokens=NEW)
-    with planted(heads, plain, inputs["input_ids"].shape[1]), warnings.catch_warnings():
+def test_another_attention_is_switched_for_the_tree_and_put_back(columns_only, heads):
+    """The prompt keeps the implementation that the user chose."""
+    read, before = mock.Mock(side_effect=like_flash), state_of(columns_only)
+    AttentionInterface.register("columns_only", read)
+    with warnings.catch_warnings():
         warnings.simplefilter("error", CloverWarning)
-        out = columns_only.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
-    assert torch.equal(out.sequences, plain)
-    assert (out.speculation.method, out.speculation.accepted_tokens > NEW) == ("tree", True)
+        ours = same_tokens(columns_only, heads, ragged_batch(VOCABULARY, (5, 9, 3)), more_than=24)
+    assert ours.speculation.method == "tree"
+    of_plain = ours.sequences.shape[1] - 9
+    assert read.call_count > of_plain * columns_only.config.num_hidden_layers
+    assert state_of(columns_only) == before
+
+
+def test_an_attention_that_cannot_be_switched_falls_back(model, heads):
+    AttentionInterface.register("unmasked", sdpa_attention_forward)
+    model.config._attn_implementation = "unmasked"
+    model.__class__ = type("NoSdpa", (type(model),), {"_supports_sdpa": False})
+    with pytest.warns(CloverWarning, match=r"its logits for a trial tree differ from those of plain forwards"):
+        plain, ours = both(model, heads, ragged_batch(VOCABULARY, (7,)))
+    assert ours.speculation.method in ("chain", "plain")
+    assert torch.equal(ours.sequences, plain.sequences)
 
 
 # ---------------------------------------------------------------------- NaN and infinity
 
 
-def ruin_weights(heads, value):
-    with torch.no_grad():
-        heads.head_norm.weight.fill_(value)
-
-
-def ruin_outputs(heads, value, after):
+def ruin(heads, value, after=0):
     calls = iter(range(10**6))
     heads.head_norm.register_forward_hook(lambda module, args, out: out + value if next(calls) >= after else out)
 
@@ -249,54 +259,42 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)])
 def test_nan_or_infinity_of_heads_stops_drafting_with_one_warning(model, heads, lengths, name, where, value):
-    options = {"max_new_tokens": NEW, "num_assistant_tokens": 8, **OPTIONS[name]}
-    inputs = ragged_batch(VOCABULARY, lengths)
-    torch.manual_seed(1)
-    plain = model.generate(**inputs, **{k: v for k, v in options.items() if k != "num_assistant_tokens"})
     if where == "weights":
-        ruin_weights(heads, value)
+        heads.head_norm.weight.data.fill_(value)
     else:
-        ruin_outputs(heads, value, after=6 if where == "outputs, later" else 0)
-    torch.manual_seed(1)
+        ruin(heads, value, after=6 if where == "outputs, later" else 0)
+    options = {"num_assistant_tokens": 8, **OPTIONS[name]}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = model.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
+        plain, ours = both(model, heads, ragged_batch(VOCABULARY, lengths), seed=1, plant=False, **options)
     said = [w for w in caught if issubclass(w.category, CloverWarning)]
-    assert torch.equal(out.sequences, plain)
+    assert torch.equal(ours.sequences, plain.sequences)
     if name == "automatic" and where == "outputs, later":
         assert len(said) <= 1, "drafting may have come to a rest before"
         return
     assert len(said) == 1
     assert "the heads gave NaN: drafting is off for the rest of this call" in str(said[0].message)
-    sizes = out.speculation.tree_sizes
+    sizes = ours.speculation.tree_sizes
     last = max(step for step, size in enumerate(sizes) if size)
     assert not any(sizes[last + 1 :])
     assert len(sizes) - last > 5, "most steps were plain"
+    if where != "outputs, later":
+        assert ours.speculation.accepted_tokens == 0
+        assert last == 0 or name == "automatic", "the walk of the first tree saw it"
 
 
 def test_nan_of_heads_in_graphs_stops_drafting_with_one_warning(model, heads, captures):  # noqa: F811
-    inputs = ragged_batch(VOCABULARY, (5, 9, 3))
-    plain = model.generate(**inputs, max_new_tokens=NEW)
-    ruin_weights(heads, math.nan)
+    heads.head_norm.weight.data.fill_(math.nan)
     with pytest.warns(CloverWarning, match="heads gave NaN: drafting is off") as caught:
-        out = model.generate(
-            **inputs,
-            max_new_tokens=NEW,
-            assistant_model=heads,
-            num_assistant_tokens=5,
-            return_dict_in_generate=True,
-        )
+        plain, ours = both(model, heads, ragged_batch(VOCABULARY, (5, 9, 3)), plant=False, num_assistant_tokens=5)
     assert len([w for w in caught if issubclass(w.category, CloverWarning)]) == 1
-    assert torch.equal(out.sequences, plain)
-    assert out.speculation.tree_sizes == [5] + [0] * (NEW - 2)
+    assert torch.equal(ours.sequences, plain.sequences)
+    assert ours.speculation.tree_sizes == [5] + [0] * (len(ours.speculation.tree_sizes) - 1)
 
 
-def test_looking_for_nan_does_not_wait_for_the_device(model, heads):
+def test_looking_for_nan_does_not_wait_for_the_device(model, heads, monkeypatch):
     """All that the walk needs of a tree comes to the host in one transfer; a step of fixed size asks for no more."""
-    from hf_clover.decoding.draft.session import DraftSession
-
-    inputs, asked = ragged_batch(VOCABULARY, (7,)), []
-    draft = DraftSession.draft
+    asked, draft, drafting = [], DraftSession.draft, CloverDrafter.draft
 
     class Watched(torch.Tensor):
         @classmethod
@@ -305,58 +303,56 @@ def test_looking_for_nan_does_not_wait_for_the_device(model, heads):
                 asked.append(function)
             return super().__torch_function__(function, types, args, kwargs or {})
 
-    def watched(ours, vocab_size):
-        drafter, original = ours.drafter, ours.drafter.draft
+    def watched_drafting(self, *args, **kwargs):
+        tree = drafting(self, *args, **kwargs)
+        tree.valid, tree.tokens = tree.valid.as_subclass(Watched), tree.tokens.as_subclass(Watched)
+        return tree
 
-        def drafting(*args, **kwargs):
-            tree = original(*args, **kwargs)
-            tree.valid = tree.valid.as_subclass(Watched)
-            tree.tokens = tree.tokens.as_subclass(Watched)
-            return tree
-
-        drafter.draft = drafting
-        try:
-            tree = draft(ours, vocab_size)
-        finally:
-            del drafter.draft
+    def watched(self, vocab_size):
+        tree = draft(self, vocab_size)
+        assert isinstance(tree.tokens, Watched)
         assert asked == [], "between the draft and the target's forward the host waits for nothing"
         for name, values in vars(tree).items():  # also what was made of the two, where something was copied
             if isinstance(values, torch.Tensor):
                 setattr(tree, name, values.as_subclass(torch.Tensor))
         return tree
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DraftSession, "draft", watched)
-        out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, num_assistant_tokens=4)
+    monkeypatch.setattr(CloverDrafter, "draft", watched_drafting)
+    monkeypatch.setattr(DraftSession, "draft", watched)
+    out = model.generate(**ragged_batch(VOCABULARY, (7,)), max_new_tokens=NEW, assistant_model=heads)
     assert out.shape[1] == 7 + NEW
 
 
 # ---------------------------------------------------------------------- calls that are interrupted
 
 
+PLACES = [*itertools.product(("dynamic", "static", "captures", "columns_only"), ("processor", "streamer"))]
+PLACES += [("dynamic", "target"), ("dynamic", "heads")]
+
+
 @pytest.mark.parametrize("error", [RuntimeError("cancelled"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["processor", "streamer"])
-@pytest.mark.parametrize("implementation", ["static", "captures", "columns_only"])
-def test_an_interrupted_call_leaves_nothing_behind(model, heads, request, where, error, implementation):
-    """As in test_bad_input.py for the cache that grows: nothing of the call stays, and the next one is right."""
+@pytest.mark.parametrize(("kind", "where"), PLACES)
+def test_an_interrupted_call_leaves_target_and_heads_as_they_were(model, heads, request, kind, where, error):
+    """Nothing of the call stays, and the next one is right."""
     options = {"max_new_tokens": NEW, "num_assistant_tokens": 5}
-    if implementation == "static":
-        options["cache_implementation"] = "static"
-    else:
-        request.getfixturevalue(implementation)
+    options |= {"cache_implementation": "static"} if kind == "static" else {}
+    if kind in ("captures", "columns_only"):
+        request.getfixturevalue(kind)
     inputs = ragged_batch(VOCABULARY, (7,))
-    plain = model.generate(**inputs, max_new_tokens=NEW)
     model.generate(**inputs, assistant_model=heads, **options)  # so that the target has been measured
     before, settings, breaks = state_of(model), heads.generation_config.to_dict(), Breaks(error)
-    kwargs = {"streamer": breaks} if where == "streamer" else {"logits_processor": LogitsProcessorList([breaks])}
-    with pytest.raises(type(error)):
-        model.generate(**inputs, assistant_model=heads, **{**options, "max_new_tokens": 60}, **kwargs)
+    weights = {name: weight.clone() for name, weight in heads.state_dict().items()}
+    broken = {"streamer": {"streamer": breaks}, "processor": {"logits_processor": LogitsProcessorList([breaks])}}
+    module = {"target": model.model.layers[1], "heads": heads.head_norm}.get(where)
+    with (
+        module.register_forward_hook(lambda *_: breaks.count()) if module else nullcontext(),
+        pytest.raises(type(error)),
+    ):
+        model.generate(**inputs, assistant_model=heads, **{**options, "max_new_tokens": 60}, **broken.get(where, {}))
     assert state_of(model) == before
     assert heads.generation_config.to_dict() == settings
-    with planted(heads, plain, inputs["input_ids"].shape[1]):
-        again = model.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
-    assert torch.equal(again.sequences, plain)
-    assert again.speculation.accepted_tokens > 0
+    assert all(torch.equal(weights[name], weight) for name, weight in heads.state_dict().items())
+    same_tokens(model, heads, inputs, **options)
 
 
 @pytest.mark.filterwarnings("ignore::hf_clover.decoding.route.CloverWarning")
@@ -388,15 +384,4 @@ def test_an_interrupted_chain_leaves_the_callers_cache_as_it_was(target, method,
 
 def _held(cache):
     """Copies of all tensors in a cache, whatever its layers are."""
-    return [tensor.clone() for layer in cache.layers for tensor in _tensors(vars(layer))]
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for _, part in sorted(value.items(), key=str):
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
+    return [part.clone() for part in tree_leaves([vars(layer) for layer in cache.layers]) if torch.is_tensor(part)]
