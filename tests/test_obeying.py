@@ -5,11 +5,12 @@ some 200 MB that nothing else needs without a GPU: `pip install --no-deps xgramm
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from helpers.both_ways import NEW, same_tokens
 from helpers.fitting import fit
 from helpers.zoo import build, ragged_batch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -17,19 +18,18 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hf_clover import CloverHeads, DraftLogitsProcessor, Eagle3Heads
 from hf_clover.decoding.draft import session
 
-VOCABULARY, NEW = 24, 24
+VOCABULARY = 24
 KINDS = {"clover-x": CloverHeads, "eagle-3": Eagle3Heads}
 WORDS = [[3, 7, 5], [4, 9], [4, 11, 12, 6]]  # that a grammar lets the text be made of
+SHAPES = pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
 
 
 def grammar(_: int, ids: torch.Tensor) -> list[int]:
     """Words, one after the other, behind a prompt of any tokens."""
     open_words: list[list[int]] = []
     for token in ids[-12:].tolist():
-        going = [rest[1:] for rest in open_words if rest[0] == token] or [
-            word[1:] for word in WORDS if word[0] == token
-        ]
-        open_words = [rest for rest in going if rest]
+        going = [rest for rest in open_words if rest[0] == token] or [word for word in WORDS if word[0] == token]
+        open_words = [rest[1:] for rest in going if rest[1:]]
     return sorted({rest[0] for rest in open_words or WORDS})
 
 
@@ -98,15 +98,16 @@ def fitted(request):
     return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05).eval()
 
 
-def both(target, heads, lengths=(7,), nodes=12, make: Callable[[], dict] = dict, **options):
-    """(plain's sequences, ours) for the same random numbers."""
-    inputs = ragged_batch(VOCABULARY, lengths)
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
-    torch.manual_seed(1)
-    plain = target.generate(**inputs, **options, **make())
-    torch.manual_seed(1)
-    drafting = {"assistant_model": heads, "num_assistant_tokens": nodes, "return_dict_in_generate": True}
-    return plain, target.generate(**inputs, **options, **make(), **drafting)
+def drafted(target, heads, lengths=(7,), **options):
+    """Our output, with trees of 12 nodes that the heads themselves draft. The tokens are plain generate's."""
+    how = {"seed": 1, "plant": False, "num_assistant_tokens": 12, **options}
+    return same_tokens(target, heads, ragged_batch(VOCABULARY, lengths), **how)
+
+
+def of_two(kind):
+    """Two processors of this kind, and the options of plain generate and of ours that have them."""
+    made = kind(), kind()
+    return made, [{"logits_processor": LogitsProcessorList([each])} for each in made]
 
 
 @contextmanager
@@ -127,69 +128,48 @@ def in_trees(target) -> Iterator[set[int]]:
     [
         {"suppress_tokens": [3, 5, 9, 10]},
         {"bad_words_ids": [[3], [5], [9], [10], [4, 6]]},
-        {"suppress_tokens": [3, 5, 9, 10], "do_sample": True},
+        {"suppress_tokens": [3, 5, 9, 10], "do_sample": True, "temperature": 0.5},
     ],
     ids=["suppressed", "bad words", "sampled"],
 )
-@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+@SHAPES
 def test_suppressed_tokens_are_never_in_a_drafted_tree(fitted, options, lengths):
     """Nor is the target given one of them with a tree."""
-    target, heads = fitted
-    with in_trees(target) as seen:
-        plain, out = both(target, heads, lengths, **options)
-    assert torch.equal(out.sequences, plain)
+    with in_trees(fitted[0]) as seen:
+        out = drafted(*fitted, lengths, **options)
     assert 12 in out.speculation.tree_sizes
     assert len(seen) > 8
     assert not seen & {3, 5, 9, 10}
 
 
-def test_drafts_that_obey_a_bias_are_accepted_more_often(fitted):
-    target, heads = fitted
+def test_drafts_that_obey_a_bias_are_accepted_more_often(fitted, monkeypatch):
     options = {"sequence_bias": [[[2], -9.0], [[11], -9.0], [[17], 9.0], [[8, 17], -9.0]], "no_repeat_ngram_size": 3}
-    plain, out = both(target, heads, **options)
-    before = session.must_obey
-    try:
-        session.must_obey = lambda _: False
-        _, deaf = both(target, heads, **options)
-    finally:
-        session.must_obey = before
-    assert torch.equal(out.sequences, plain)
-    assert torch.equal(deaf.sequences, plain)
+    out = drafted(*fitted, **options)
+    monkeypatch.setattr(session, "must_obey", lambda _: False)
+    deaf = drafted(*fitted, more_than=-1, **options)
     assert out.speculation.accepted_tokens > deaf.speculation.accepted_tokens
 
 
-@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+@SHAPES
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_tokens_that_a_grammar_forces_are_drafted_and_accepted(fitted, lengths, do_sample):
-    target, heads = fitted
-    plain, out = both(target, heads, lengths, prefix_allowed_tokens_fn=grammar, do_sample=do_sample)
-    assert torch.equal(out.sequences, plain)
-    forced = sum(len(grammar(0, row[:end])) == 1 for row in plain for end in range(max(lengths) + 1, plain.shape[1]))
+    out, width = drafted(*fitted, lengths, prefix_allowed_tokens_fn=grammar, do_sample=do_sample), max(lengths)
+    forced = sum(len(grammar(0, row[:end])) == 1 for row in out.sequences for end in range(width + 1, width + NEW))
     assert forced > 5 * len(lengths)
     assert out.speculation.accepted_tokens >= forced / len(lengths)
 
 
 def test_a_forced_token_that_another_processor_forbids_is_not_drafted(fitted):
-    target, heads = fitted
-    with in_trees(target) as seen:
-        plain, out = both(target, heads, prefix_allowed_tokens_fn=grammar, suppress_tokens=[12])
-    assert torch.equal(out.sequences, plain)
+    with in_trees(fitted[0]) as seen:
+        drafted(*fitted, prefix_allowed_tokens_fn=grammar, suppress_tokens=[12])
     assert 11 in seen, "which forces 12"
     assert 12 not in seen
 
 
 def test_matchers_are_forked_for_drafts_and_asked_once_per_token(fitted):
-    target, heads = fitted
-    made: list[Matching] = []
-
-    def make() -> dict:
-        made.append(Matching())
-        return {"logits_processor": LogitsProcessorList(made[-1:])}
-
-    plain, out = both(target, heads, make=make)
-    assert torch.equal(out.sequences, plain)
-    assert made[1].calls == NEW, "once a token, as in plain generate"
-    assert out.speculation.accepted_tokens > NEW / 2
+    (_, ours), of_each = of_two(Matching)
+    drafted(*fitted, more_than=NEW / 2, of_each=of_each)
+    assert ours.calls == NEW, "once a token, as in plain generate"
 
 
 PIECES = ["<pad>", "</s>", *'{}[]":,abcd12 ', "ab", '"a', 'd"', '":', ", ", "cd", '": ', '"}']
@@ -206,7 +186,7 @@ SCHEMA = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+@SHAPES
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 def test_json_by_xgrammar_equals_plain_and_drafts_are_accepted(fitted, lengths, do_sample, capfd):
     xgrammar = pytest.importorskip("xgrammar")
@@ -214,41 +194,32 @@ def test_json_by_xgrammar_equals_plain_and_drafts_are_accepted(fitted, lengths, 
     assert len(PIECES) == VOCABULARY
     info = xgrammar.TokenizerInfo(PIECES, xgrammar.VocabType.RAW, vocab_size=VOCABULARY, stop_token_ids=[1])
     compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
-    made = []
 
     class Counted(processor):
         calls = 0
+
+        def __init__(self):
+            super().__init__(compiled)
 
         def __call__(self, input_ids, scores):
             self.calls += 1
             return super().__call__(input_ids, scores)
 
-    def make() -> dict:
-        made.append(Counted(compiled))
-        return {"logits_processor": LogitsProcessorList(made[-1:])}
-
-    target, heads = fitted
-    plain, out = both(target, heads, lengths, make=make, max_new_tokens=64, eos_token_id=1, do_sample=do_sample)
-    assert torch.equal(out.sequences, plain)
-    for row in plain[:, max(lengths) :].tolist():
+    (theirs, ours), of_each = of_two(Counted)
+    out = drafted(*fitted, lengths, of_each=of_each, max_new_tokens=64, eos_token_id=1, do_sample=do_sample)
+    said = out.sequences[:, max(lengths) :]
+    for row in said.tolist():
         written = json.loads("".join(PIECES[token] for token in row if token > 1))
         assert list(written) == ["abc", "cd", "dab"]
-    assert made[0].calls == made[1].calls == plain.shape[1] - max(lengths), "once a token, as in plain generate"
+    assert theirs.calls == ours.calls == said.shape[1], "once a token, as in plain generate"
     assert out.speculation.accepted_tokens > out.speculation.new_tokens / 4
     assert "cannot accept" not in capfd.readouterr().err
 
 
 def test_a_processor_with_a_state_is_not_asked_for_drafts(fitted):
-    target, heads = fitted
-    made: list[Counts] = []
-
-    def make() -> dict:
-        made.append(Counts())
-        return {"logits_processor": LogitsProcessorList(made[-1:])}
-
-    plain, out = both(target, heads, make=make, suppress_tokens=[3])
-    assert torch.equal(out.sequences, plain)
-    assert made[0].calls == made[1].calls == NEW
+    (theirs, ours), of_each = of_two(Counts)
+    out = drafted(*fitted, of_each=of_each, more_than=-1, suppress_tokens=[3])
+    assert theirs.calls == ours.calls == NEW
     assert sum(out.speculation.tree_sizes) > 20
 
 
@@ -258,13 +229,10 @@ def test_drafting_goes_on_after_places_where_no_draft_id_is_allowed(fitted):
     target, _ = fitted
     torch.manual_seed(0)
     heads = CloverHeads.from_target(target, draft_vocab_size=8, draft_copies=0).eval()  # ids 0 to 7
-    plain, out = both(target, heads, prefix_allowed_tokens_fn=lambda _, ids: [9, 10, 11])
-    assert torch.equal(out.sequences, plain)
+    out = drafted(target, heads, more_than=-1, prefix_allowed_tokens_fn=lambda _, ids: [9, 10, 11])
     assert out.speculation.accepted_tokens == 0
-    plain, out = both(
-        target, heads, prefix_allowed_tokens_fn=lambda _, ids: [[9, 10, 11], [1, 2], [3, 4]][len(ids) % 3]
-    )
-    assert torch.equal(out.sequences, plain)
+    allowed = [[9, 10, 11], [1, 2], [3, 4]]
+    out = drafted(target, heads, prefix_allowed_tokens_fn=lambda _, ids: allowed[len(ids) % 3])
     assert out.speculation.accepted_tokens == 2 * NEW // 3 - 1, "both behind each that is in no draft vocabulary"
 
 

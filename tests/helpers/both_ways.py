@@ -22,7 +22,7 @@ def both(target, heads, inputs, seed=0, plant=True, of_each=({}, {}), **options)
 
 
 def same_tokens(target, heads, inputs, more_than=0, **how):
-    """Our output, with plain generate's tokens, and more than `more_than` accepted drafts. `how`: as for `both`."""
+    """Our output. It has plain generate's tokens, and more than `more_than` drafts were accepted (-1: maybe none)."""
     plain, ours = both(target, heads, inputs, **how)
     assert torch.equal(ours.sequences, plain.sequences)
     assert ours.speculation.accepted_tokens > more_than
