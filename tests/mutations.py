@@ -77,7 +77,7 @@ MUTATIONS = (
         file="decoding/tree.py",
         line="joint, tokens = (beam[..., None] + log_probs).flatten(1), child_tokens.flatten(1)  # [B, W k]",
         broken="joint, tokens = log_probs.flatten(1), child_tokens.flatten(1)  # [B, W k]",
-        tests=("test_tree.py::test_a_global_tree_holds_the_best_of_all_paths",),
+        tests=("test_tree.py::test_a_global_tree_holds_the_best_of_a_beam_search",),
     ),
     Mutation(
         name="ancestors stop one round early",
