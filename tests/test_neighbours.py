@@ -1,22 +1,23 @@
 """Beside other things that wrap models or `generate`: PEFT, compiled targets, threads, processes, other hooks."""
 
 import functools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import tiny_text
+from helpers.both_ways import NEW, both, same_tokens
 from helpers.fitting import fit
-from helpers.oracle import planted
 from helpers.zoo import build, ragged_batch
 from transformers import AutoModel, GenerationMixin, pipeline
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import hf_clover
 from hf_clover import CloverHeads
 from hf_clover.decoding.route import CloverWarning
 
-VOCABULARY, NEW = 16, 30
+VOCABULARY = 16
 
 
 @pytest.fixture
@@ -29,42 +30,36 @@ def inputs():
     return ragged_batch(VOCABULARY, (5, 9, 3))
 
 
-def speculated(model, heads, inputs, truth):
-    with planted(heads, truth, inputs["input_ids"].shape[1]):
-        out = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads, return_dict_in_generate=True)
-    assert out.speculation.method == "tree"
-    assert out.speculation.accepted_tokens > 0
-    return out.sequences
+def drafted_in_trees(model, heads, inputs):
+    """Tokens that are plain generate's."""
+    ours = same_tokens(model, heads, inputs)
+    assert ours.speculation.method == "tree"
+    return ours.sequences
 
 
 def test_tokens_equal_plain_for_a_lora_wrapped_target(model, inputs):
     from peft import LoraConfig, get_peft_model
 
     wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False))
-    heads = CloverHeads.from_target(wrapped)
-    plain = wrapped.generate(**inputs, max_new_tokens=NEW)
-    assert torch.equal(speculated(wrapped, heads, inputs, plain), plain)
+    adapted = drafted_in_trees(wrapped, CloverHeads.from_target(wrapped), inputs)
     with wrapped.disable_adapter():
         unadapted = wrapped.generate(**inputs, max_new_tokens=NEW)
-    assert not torch.equal(plain, unadapted), "the adapter must matter"
+    assert not torch.equal(adapted, unadapted), "the adapter must matter"
 
 
 def test_tokens_equal_plain_for_a_compiled_target(model, inputs):
-    heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
-    compiled = torch.compile(model, backend="eager")
-    assert torch.equal(speculated(compiled, heads, inputs, plain), plain)
+    drafted_in_trees(torch.compile(model, backend="eager"), CloverHeads.from_target(model), inputs)
 
 
 def test_a_target_that_checkpoints_gradients_falls_back_in_training_mode(model, inputs):
     """In training mode transformers keeps no cache for such a target; the tokens are plain generate's all the same."""
-    heads, text = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
+    heads = CloverHeads.from_target(model)
     model.gradient_checkpointing_enable()
     model.train()
     with pytest.warns(CloverWarning, match=r"keeps no cache in training mode; call `.eval\(\)` on the target"):
-        ours = model.generate(**inputs, max_new_tokens=NEW, assistant_model=heads)
-    assert torch.equal(ours, model.generate(**inputs, max_new_tokens=NEW))
-    model.eval()
-    assert torch.equal(speculated(model, heads, inputs, text), text)
+        plain, ours = both(model, heads, inputs)
+    assert torch.equal(ours.sequences, plain.sequences)
+    drafted_in_trees(model.eval(), heads, inputs)
 
 
 def test_a_target_with_dropout_falls_back_in_training_mode_only(inputs):
@@ -73,12 +68,11 @@ def test_a_target_with_dropout_falls_back_in_training_mode_only(inputs):
     for module in target.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.3
-    heads, text = CloverHeads.from_target(target), target.generate(**inputs, max_new_tokens=NEW)
+    heads = CloverHeads.from_target(target)
     target.train()
     with pytest.warns(CloverWarning, match=r"in training mode, where dropout is random: call `.eval\(\)`"):
         target.generate(**inputs, max_new_tokens=NEW, assistant_model=heads)
-    target.eval()
-    assert torch.equal(speculated(target, heads, inputs, text), text)
+    drafted_in_trees(target.eval(), heads, inputs)
 
 
 @pytest.mark.parametrize("ids", [{}, {"pad_token_id": None}, {"eos_token_id": [1, 2]}], ids=str)
@@ -99,15 +93,11 @@ def test_a_pipeline_with_heads_gives_plain_text(tmp_path, ids):
     assert all(stats.accepted_tokens > 0 for stats in seen)
 
 
-def test_heads_loaded_as_remote_code_give_plain_tokens(model, inputs, tmp_path, monkeypatch):
+def test_heads_loaded_as_remote_code_give_plain_tokens(model, inputs, tmp_path):
     CloverHeads.from_target(model).save_pretrained(tmp_path)
-    plain = model.generate(**inputs, max_new_tokens=NEW)
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    theirs = get_class_from_dynamic_module("modeling_clover.CloverHeads", str(tmp_path))
-    heads = theirs.from_pretrained(tmp_path)
+    heads = get_class_from_dynamic_module("modeling_clover.CloverHeads", str(tmp_path)).from_pretrained(tmp_path)
     assert not isinstance(heads, CloverHeads)
-    assert torch.equal(speculated(model, heads, inputs, plain), plain)
+    drafted_in_trees(model, heads, inputs)
     assert type(AutoModel.from_pretrained(tmp_path)) is CloverHeads, "with the package imported its own class is used"
 
 
@@ -115,25 +105,15 @@ def test_threads_that_share_a_target_get_plain_tokens(model):
     heads = [CloverHeads.from_target(model), CloverHeads.from_target(model, variant="medusa")]
     prompts = [ragged_batch(VOCABULARY, (4 + k % 3, 7), seed=k) for k in range(6)]
     plain = [model.generate(**prompt, max_new_tokens=NEW) for prompt in prompts]
-    said = {}
 
     def speak(k):
-        out = model.generate(
-            **prompts[k],
-            max_new_tokens=NEW,
-            assistant_model=heads[k % 2],
-            num_assistant_tokens=30,
-            return_dict_in_generate=True,
-        )
-        said[k] = out.sequences, out.speculation.accepted_tokens
+        options = {"assistant_model": heads[k % 2], "num_assistant_tokens": 30, "return_dict_in_generate": True}
+        return model.generate(**prompts[k], max_new_tokens=NEW, **options)
 
-    threads = [threading.Thread(target=speak, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(said[k][0], plain[k]) for k in range(6))
-    assert all(said[k][1] > 0 for k in range(6))
+    with ThreadPoolExecutor(6) as threads:
+        said = [*threads.map(speak, range(6))]
+    assert all(torch.equal(out.sequences, text) for out, text in zip(said, plain, strict=True))
+    assert all(out.speculation.accepted_tokens > 0 for out in said)
 
 
 def _company(rank: int, store: str, results: dict) -> None:
@@ -142,12 +122,11 @@ def _company(rank: int, store: str, results: dict) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = build("llama", vocab_size=VOCABULARY)
     heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (5, 9, 3))
-    forwards = [0]
-    model.register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
     model.generate(**inputs, max_new_tokens=2, assistant_model=heads)  # so that the target has been measured
-    forwards[0] = 0
+    forwards = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
     out = model.generate(**inputs, max_new_tokens=(4, 24)[rank], assistant_model=heads, synced_gpus=True)
-    results[rank] = out.tolist(), forwards[0]
+    results[rank] = out.tolist(), len(forwards)
     dist.destroy_process_group()
 
 
@@ -166,23 +145,22 @@ def test_synced_gpus_runs_as_many_forwards_in_every_process(model, inputs, tmp_p
 
 def test_a_later_wrapper_of_another_library_keeps_working(model, inputs):
     """Its wrapper stays when ours is taken away, and ours passes everything through until it is installed again."""
-    heads, plain = CloverHeads.from_target(model), model.generate(**inputs, max_new_tokens=NEW)
     ours, calls = GenerationMixin.generate, []
 
     @functools.wraps(ours)
     def theirs(self, *args, **kwargs):
-        calls.append(1)
+        calls.append(kwargs.get("assistant_model"))
         return ours(self, *args, **kwargs)
 
-    GenerationMixin.generate = theirs
+    GenerationMixin.generate, heads = theirs, CloverHeads.from_target(model)
     try:
         hf_clover.uninstall_hook()
         assert GenerationMixin.generate is theirs
         lookup = model.generate(inputs["input_ids"][1:2], prompt_lookup_num_tokens=2, max_new_tokens=5)
         assert lookup.shape[1] == inputs["input_ids"].shape[1] + 5
         hf_clover.install_hook()
-        assert torch.equal(speculated(model, heads, inputs, plain), plain)
-        assert len(calls) == 2
+        drafted_in_trees(model, heads, inputs)
+        assert calls == [None, None, heads], "the lookup, plain generate, and ours"
     finally:
         GenerationMixin.generate = ours
         hf_clover.install_hook()
