@@ -5,7 +5,6 @@ other has no chance in it: where `generate` would throw dice, `Explorer` takes e
 the other, so that the probability of every text is summed up exactly, with heads as without.
 """
 
-import itertools
 import math
 from collections import defaultdict
 
@@ -21,6 +20,7 @@ from hf_clover.decoding.call import Dice, picks_by_a_race
 VOCABULARY, STEPS, ROWS, ROUNDS = 6, 3, 500, 44  # 22,000 continuations of 3 tokens
 PROMPT = torch.tensor([[1, 4, 2, 5, 3]])
 SAMPLING = {"do_sample": True, "temperature": 1.3, "top_k": 4}
+TREES = ("global", "levels", "chain")
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,9 @@ def model():
     return build("llama", vocab_size=VOCABULARY)
 
 
-def exact_distribution(model):
-    """Probability of every continuation, from the target's own logits and the same warping."""
+@pytest.fixture(scope="module")
+def exact(model):
+    """Probability of every continuation, as `counts` counts them, from the target's logits and the same warping."""
     prefixes = {(): 1.0}
     for _ in range(STEPS):
         texts = torch.cat((PROMPT.repeat(len(prefixes), 1), torch.tensor(list(prefixes)).view(len(prefixes), -1)), 1)
@@ -42,7 +43,7 @@ def exact_distribution(model):
             for i, (prefix, weight) in enumerate(prefixes.items())
             for token in range(VOCABULARY)
         }
-    return prefixes
+    return torch.tensor(list(prefixes.values()), dtype=torch.float64)
 
 
 def chi_square_p(observed: torch.Tensor, expected: torch.Tensor) -> float:
@@ -61,43 +62,31 @@ def counts(sequences: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.long("hf_clover/decoding/call.py", "hf_clover/decoding/tree.py", "hf_clover/decoding/walk.py")
-@pytest.mark.parametrize("tree", ["global", "levels", "chain"])
-def test_sampled_texts_follow_the_targets_distribution(model, tree):
+@pytest.mark.parametrize("tree", TREES)
+def test_sampled_texts_follow_the_targets_distribution(model, exact, tree):
     heads = fit(CloverHeads.from_target(model, draft_tree=tree), model, temperature=SAMPLING["temperature"])
-    cells = list(itertools.product(range(VOCABULARY), repeat=STEPS))
-    exact = exact_distribution(model)
-    expected = torch.tensor([exact[cell] for cell in cells], dtype=torch.float64)
-    assert abs(float(expected.sum()) - 1) < 1e-9
-    assert int((expected > 0).sum()) == SAMPLING["top_k"] ** STEPS, "every kept continuation must be possible"
+    assert abs(float(exact.sum()) - 1) < 1e-9
+    assert int((exact > 0).sum()) == SAMPLING["top_k"] ** STEPS, "every kept continuation must be possible"
 
-    observed, accepted = torch.zeros(len(cells), dtype=torch.float64), 0
+    observed, accepted = torch.zeros_like(exact), 0
+    prompts = PROMPT.repeat(ROWS, 1)
+    options = {"max_new_tokens": STEPS, "num_assistant_tokens": 6, "return_dict_in_generate": True, **SAMPLING}
     torch.manual_seed(0)
     for _ in range(ROUNDS):
-        out = model.generate(
-            PROMPT.repeat(ROWS, 1),
-            attention_mask=torch.ones(ROWS, PROMPT.shape[1], dtype=torch.long),
-            assistant_model=heads,
-            num_assistant_tokens=6,
-            max_new_tokens=STEPS,
-            return_dict_in_generate=True,
-            **SAMPLING,
-        )
+        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), assistant_model=heads, **options)
         observed += counts(out.sequences)
         accepted += out.speculation.accepted_tokens
     total = int(observed.sum())
     assert total >= 20_000
     assert accepted > total / 5, "a test that accepts nothing proves nothing"
-    assert chi_square_p(observed, expected * total) > 0.001
+    assert chi_square_p(observed, exact * total) > 0.001
 
 
-def test_samples_of_another_temperature_fail_the_chi_square_test(model):
+def test_samples_of_another_temperature_fail_the_chi_square_test(exact):
     """The same statistic, on samples of another temperature."""
-    exact = exact_distribution(model)
-    expected = torch.tensor(list(exact.values()), dtype=torch.float64)
     torch.manual_seed(0)
-    warmer = (expected**0.8) / (expected**0.8).sum()
-    observed = torch.bincount(torch.multinomial(warmer, 20_000, replacement=True), minlength=len(expected))
-    assert chi_square_p(observed.double(), expected * 20_000) < 1e-6
+    observed = torch.bincount(torch.multinomial(exact**0.8, 20_000, replacement=True), minlength=len(exact))
+    assert chi_square_p(observed.double(), exact * 20_000) < 1e-6
 
 
 # ---------------------------------------------------------------------- every text there is
@@ -136,10 +125,9 @@ class Explorer:
 
 def every_text(model, inputs, monkeypatch, **options):
     """Per row the probability of every text that `generate` may write, and how many drafts were accepted."""
-    width, rows = (
-        inputs["input_ids"].shape[1],
-        [Explorer(options.get("eos_token_id", ())) for _ in inputs["input_ids"]],
-    )
+    width = inputs["input_ids"].shape[1]
+    rows = [Explorer(options.get("eos_token_id", ())) for _ in inputs["input_ids"]]
+    options = {"do_sample": True, "max_new_tokens": STEPS, "return_dict_in_generate": True, **options}
 
     def throw(_, those, lengths, probs):
         return torch.tensor([rows[row].choose(p) for row, p in zip(those, probs, strict=True)])
@@ -153,9 +141,7 @@ def every_text(model, inputs, monkeypatch, **options):
         patch.setattr(torch, "multinomial", multinomial)
         patch.setattr(Dice, "throw", throw)
         while not all(row.done for row in rows):
-            out = model.generate(
-                **inputs, do_sample=True, max_new_tokens=STEPS, pad_token_id=0, return_dict_in_generate=True, **options
-            )
+            out = model.generate(**inputs, **options)
             accepted += out.speculation.accepted_tokens if "assistant_model" in options else 0
             for row, text, sequence in zip(rows, texts, out.sequences.tolist(), strict=True):
                 if not row.done:
@@ -203,7 +189,7 @@ def test_every_text_has_the_probability_that_plain_generate_gives_it(model, fitt
     expected, _ = every_text(model, inputs, monkeypatch, **PROCESSING[name])
     assert max(map(len, expected)) > 3
     accepted = 0
-    for tree in ("global", "levels", "chain"):
+    for tree in TREES:
         monkeypatch.setattr(fitted.config, "draft_tree", tree)
         options = {"assistant_model": fitted, "num_assistant_tokens": 40}
         texts, of_tree = every_text(model, inputs, monkeypatch, **options, **PROCESSING[name])
@@ -233,7 +219,7 @@ def test_a_lossy_walk_fails_the_comparison_of_probabilities(model, fitted, monke
         assert_same(every_text(model, inputs, monkeypatch, **options)[0], expected)
 
 
-@pytest.mark.parametrize("tree", ["global", "levels", "chain"])
+@pytest.mark.parametrize("tree", TREES)
 def test_the_same_seed_gives_the_text_of_plain_generate(model, fitted, monkeypatch, tree):
     monkeypatch.setattr(fitted.config, "draft_tree", tree)
     accepted = 0
