@@ -105,16 +105,6 @@ def test_memory_does_not_grow_over_500_generations(target):
 # ---------------------------------------------------------------------- threads
 
 
-@pytest.fixture(autouse=True)
-def _flex_attention_is_not_compiled(request):
-    """That takes a minute."""
-    if "flex_attention" not in request.node.name:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def test_threads_may_share_measured_costs(model, heads):
     """What a step costs is kept for a target and its heads, for all threads: one thread adds while another reads."""
     before = sys.getswitchinterval()
@@ -192,7 +182,6 @@ def test_plain_generate_is_unchanged_while_another_thread_has_trees(model, colum
     """In the middle of every forward, after its masks are made, the attention changes to that of trees, or back."""
     model.set_attn_implementation(implementation)
     inputs, forwards = ragged_batch(VOCABULARY, (5, 9, 3)), []
-    truth = model.generate(**inputs, max_new_tokens=6)
     trees = [attention_for_trees(model)]
 
     def switch(*_):
@@ -203,11 +192,10 @@ def test_plain_generate_is_unchanged_while_another_thread_has_trees(model, colum
             trees[0].__exit__(None, None, None)
             trees[0] = attention_for_trees(model)
 
-    handle = model.model.layers[layer].register_forward_pre_hook(switch)
-    try:
-        assert torch.equal(model.generate(**inputs, max_new_tokens=6), truth)
-    finally:
-        handle.remove()
+    with torch.compiler.set_stance("force_eager"):  # compiling flex attention takes a minute
+        truth = model.generate(**inputs, max_new_tokens=6)
+        with model.model.layers[layer].register_forward_pre_hook(switch):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=6), truth)
     assert len(forwards) == 6
     assert len(set(forwards)) == 2, "it was switched"
     assert model.config._attn_implementation == implementation

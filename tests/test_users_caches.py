@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 from helpers.both_ways import both
+from helpers.noticed import kept_of
 from helpers.zoo import build, ragged_batch
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 from hf_clover import CloverHeads
@@ -35,18 +37,17 @@ def turn(target, heads, inputs, caches, **how):
     return ours, grown(ours.sequences, inputs["attention_mask"])
 
 
+def shapes_of(cache):
+    """Of keys, values and states."""
+    names = ("keys", "values", "conv_states")
+    parts = tree_leaves([getattr(layer, name, None) for layer in cache.layers for name in names])
+    return [part.shape for part in parts if isinstance(part, torch.Tensor)]
+
+
 def assert_same(mine, theirs):
-    assert [type(layer) for layer in mine.layers] == [type(layer) for layer in theirs.layers]
     assert mine.get_seq_length() == theirs.get_seq_length()
-    for ours, its in zip(mine.layers, theirs.layers, strict=True):
-        assert getattr(ours, "record_past", None) == getattr(its, "record_past", None)
-        for name in ("keys", "values", "conv_states"):
-            its_states, our_states = (
-                {0: state} if isinstance(state, torch.Tensor) else state or {}
-                for state in (getattr(its, name, None), getattr(ours, name, None))
-            )
-            for which, state in its_states.items():
-                assert our_states[which].shape == state.shape
+    assert kept_of(mine) == kept_of(theirs)
+    assert shapes_of(mine) == shapes_of(theirs)
 
 
 MADE = {
