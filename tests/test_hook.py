@@ -2,11 +2,13 @@
 
 import copy
 import inspect
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 from helpers import tiny_text
+from helpers.both_ways import NEW, both
 from helpers.noticed import Events
 from helpers.oracle import planted
 from helpers.zoo import build, ragged_batch
@@ -24,7 +26,7 @@ from transformers.utils import logging
 
 from hf_clover import CloverHeads, speculations
 
-VOCABULARY, NEW = 16, 24
+VOCABULARY = 16
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,21 @@ def test_stop_strings_from_any_setting_end_the_text_as_in_plain_generate(words, 
         ours = target.generate(**inputs, **options, **door(way, heads))
     assert torch.equal(ours, plain)
     assert options.get("generation_config", config).to_dict() == before
+
+
+@pytest.mark.parametrize("lengths", [(7,), (5, 9, 3)], ids=["one", "ragged"])
+def test_stop_strings_end_sampled_rows_as_in_plain_generate(words, lengths):
+    target, tokenizer, heads = words
+    options = {"stop_strings": ["ab", "e", "f", "t"], "tokenizer": tokenizer, "do_sample": True}
+    accepted, ends = 0, set()
+    for seed, eos in itertools.product(range(5), (None, 9)):
+        inputs = ragged_batch(len(tokenizer), lengths)
+        plain, ours = both(target, heads, inputs, seed, eos_token_id=eos, **options)
+        assert torch.equal(ours.sequences, plain.sequences)
+        ends.add(ours.sequences.shape[1])
+        accepted += ours.speculation.accepted_tokens
+    assert len(ends) > 1
+    assert accepted > 0
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error(words):
