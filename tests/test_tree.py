@@ -191,7 +191,7 @@ def test_levels_follow_the_papers_three_rules():
         seeds,
         st.integers(2, 8),
         st.integers(1, 4),
-        st.integers(1, 12),
+        st.one_of(st.integers(1, 12), st.integers(13, 100)),
         st.sampled_from((0.2, 0.5, 0.8, 0.95, 1.0)),
         st.sampled_from((0.0, 0.1, 0.25, 0.6)),
         st.integers(1, 3),
@@ -371,34 +371,6 @@ def test_the_tree_of_a_row_does_not_depend_on_other_rows(grow, seed, vocabulary,
         same_row(together, row, reversed_tree, batch - 1 - row)
         # On a CPU a batch is looked at as deep as its deepest row needs: `max_depth` is a bound for all rows.
         assert alone.depths.max() <= alone.max_depth <= together.max_depth == reversed_tree.max_depth
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 12, 38, 39, 40, 100])
-def test_a_tree_has_as_many_nodes_as_asked_while_there_are_paths(nodes):
-    """Vocabulary 3, depth 3: there are 39 paths, and the budget is met exactly as long as there are."""
-    table = Table(3, 3, [0, 1])
-    tree = grow_global(table, table.root, nodes, 3, beam_width=WIDE, top_k=WIDE)
-    assert_is_tree(tree, table, nodes)
-    assert tree.valid[:, 1:].sum(1).tolist() == [min(nodes, 39)] * 2
-    chain = grow_chain(table, table.root, nodes, 3)
-    assert chain.valid[:, 1:].sum(1).tolist() == [min(nodes, 3)] * 2
-    levels = grow_levels(table, table.root, nodes, 3, top_p=1.0, min_p=0.0)
-    assert_is_tree(levels, table, nodes)
-    assert levels.valid[:, 1:].sum(1).tolist() == [min(nodes, 39)] * 2
-    # Every level takes all that it can before the next one gets anything.
-    widths = [min(3, nodes), min(9, max(nodes - 3, 0)), min(27, max(nodes - 12, 0))]
-    assert [int((levels.depths[0] == depth).sum()) for depth in (1, 2, 3)] == widths
-
-
-@steady
-@given(growers(), seeds, st.integers(2, 5), st.integers(1, 3), st.integers(1, 20))
-def test_a_larger_budget_extends_the_smaller_one(grow, seed, vocabulary, depth, nodes):
-    """For the best of all paths; the levels rule too gives at least the nodes that a smaller budget bought."""
-    table = Table(seed, vocabulary, [0])
-    if grow is not grow_chain and grow.func is grow_global:
-        grow = partial(grow_global, beam_width=WIDE, top_k=WIDE)
-    small, large = (nodes_of(grow(table, table.root, budget, depth), 0) for budget in (nodes, nodes + 3))
-    assert small.keys() <= large.keys()
 
 
 @steady
