@@ -20,7 +20,7 @@ from hf_clover.decoding.draft import drafter as drafter_module
 from hf_clover.decoding.draft.copies import RUNS, RUNS_ELSEWHERE, STEADY, Copies
 from hf_clover.decoding.draft.drafter import CloverDrafter
 from hf_clover.decoding.route import CloverWarning
-from hf_clover.decoding.tree import Tree, with_path
+from hf_clover.decoding.tree import grow_levels, with_path
 
 VOCABULARY = 16
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 4}
@@ -82,32 +82,21 @@ def merged(paths, copied, log_probs, nodes):
     return sorted(paths.values(), reverse=True)[:nodes], paths
 
 
-def random_tree(generator, batch, nodes):
-    """Sorted by joint probability, some rows not filled."""
-    tokens = torch.randint(1, 5, (batch, nodes + 1), generator=generator)
-    parents, depths = torch.zeros_like(tokens), torch.zeros_like(tokens)
-    joint, valid = torch.zeros(batch, nodes + 1), torch.ones(batch, nodes + 1, dtype=torch.bool)
-    for row in range(batch):
-        seen = set()
-        for node in range(1, nodes + 1):
-            parent = int(torch.randint(0, node, (), generator=generator))
-            key = (parent, int(tokens[row, node]))
-            if key in seen or not valid[row, parent] or not valid[row, node - 1]:
-                valid[row, node], joint[row, node] = False, -torch.inf
-                continue
-            seen.add(key)
-            parents[row, node], depths[row, node] = parent, depths[row, parent] + 1
-            drop = float(torch.rand((), generator=generator))
-            joint[row, node] = min(float(joint[row, parent]), float(joint[row, node - 1])) - drop
-    return Tree(tokens, parents, depths, joint, valid, max_depth=nodes)
+def random_tree(generator, nodes):
+    """Of three rows, some not filled."""
+
+    def expand(level, chosen, tokens):
+        return torch.randn(3, tokens.shape[1], 4, generator=generator)
+
+    return grow_levels(expand, torch.zeros(3, dtype=torch.long), nodes, depth=2, top_p=0.6, min_p=0.5)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_merging_a_path_keeps_the_best_nodes_of_tree_and_path(seed):
     generator = torch.Generator().manual_seed(seed)
     nodes, count = int(torch.randint(1, 9, (), generator=generator)), int(torch.randint(1, 6, (), generator=generator))
-    tree = random_tree(generator, 3, nodes)
-    tokens = torch.randint(1, 5, (3, count), generator=generator)
+    tree = random_tree(generator, nodes)
+    tokens = torch.randint(0, 4, (3, count), generator=generator)
     log_probs = -torch.rand(3, count, generator=generator).cumsum(1)
     log_probs[0, count // 2 :] = -torch.inf  # a row whose path is shorter
     new = with_path(tree, tokens, log_probs, nodes)
