@@ -259,7 +259,8 @@ def test_trees_deeper_than_the_heads_change_no_token(model):
 def test_a_draft_vocabulary_changes_no_token(model, lengths):
     heads = CloverHeads.from_target(model, draft_vocab_size=6)
     heads.draft_ids.copy_(torch.tensor([1, 3, 5, 7, 9, 11]))
-    same_tokens(model, heads, ragged_batch(VOCABULARY, lengths), plant=False, do_sample=True, num_assistant_tokens=30)
+    options = {"plant": False, "do_sample": True, "max_new_tokens": 100, "num_assistant_tokens": 30}
+    same_tokens(model, heads, ragged_batch(VOCABULARY, lengths), **options)
 
 
 def test_heads_of_another_dtype_give_plain_tokens(model):
