@@ -115,9 +115,7 @@ IMPORTED_EARLY = pytest.mark.long(
     "hf_clover/_lazy.py",
     "hf_clover/_versions.py",
     "hf_clover/decoding/target/attention.py",
-    "hf_clover/decoding/entry.py",
     "hf_clover/decoding/hook.py",
-    "hf_clover/decoding/loop.py",
     "hf_clover/targets/private_api.py",
     "hf_clover/network",
 )

@@ -130,6 +130,12 @@ def _company(rank: int, store: str, results: dict) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.long(
+    "hf_clover/decoding/processes.py",
+    "hf_clover/decoding/loop.py",
+    "hf_clover/decoding/draft/session.py",
+    "hf_clover/decoding/target",
+)
 def test_synced_gpus_runs_as_many_forwards_in_every_process(model, inputs, tmp_path):
     plain = model.generate(**inputs, max_new_tokens=24)
     context = torch.multiprocessing.get_context("spawn")

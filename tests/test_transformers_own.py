@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long("hf_clover/decoding", "tests/transformers_own.py")
+pytestmark = pytest.mark.long("hf_clover/decoding/entry.py", "hf_clover/decoding/hook.py", "tests/transformers_own.py")
 
 SCRIPT = Path(__file__).with_name("transformers_own.py")
 TESTS = """
