@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from ...targets.private_api import efficient_attention, flash_attention_of_sequences, has_attention_by_name
 from ..cache.static import StaticSlots
-from .masks import FULL, MaskRules, additive
+from .masks import FULL, MaskRules, additive, visible_columns
 
 logger = logging.get_logger(__name__)
 
@@ -127,12 +127,10 @@ def why_wrong(device: torch.device, dtype: torch.dtype, rows: int, size: int) ->
         for batch, columns in ((2, 4096), (128, 128)):
             row, place = torch.arange(batch, device=device)[:, None], torch.arange(columns, device=device)
             padding, lengths = row % 7, columns - 25 - row * 31 % (columns // 2)  # [B, 1] each
-            nodes = padding + lengths + place[:16]  # [B, 16] their columns
-            own = torch.ones(batch, rows, 16, dtype=torch.bool, device=device).tril()
-            text = (place >= padding) & (place < padding + lengths)  # [B, C]
-            visible = text[:, None].expand(-1, rows, -1).scatter(2, nodes[:, None].expand(-1, rows, -1), own)
+            starts, own = padding + lengths, torch.ones(batch, rows, 16, dtype=torch.bool, device=device).tril()
+            visible = visible_columns(own, starts, columns, place >= padding)  # [B, R, C]
             query, key, value = (draw(batch, 2, count, size) for count in (rows, columns, columns))
-            out = Parts(additive(own, dtype), nodes, padding, lengths).attend(query, key, value, None)
+            out = Parts(additive(own, dtype), starts + place[:16], padding, lengths).attend(query, key, value, None)
             exact = query.double(), key.double(), value.double(), visible[:, None]
             wanted = F.scaled_dot_product_attention(*exact)
             error = float((out - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt())
