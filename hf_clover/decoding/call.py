@@ -57,6 +57,11 @@ def pad_token_of(config: GenerationConfig) -> int | None:
     return None if token is None else int(torch.as_tensor(token).flatten()[0])
 
 
+def longest_text(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
+    """Tokens that a text may have in the end, its prompt among them."""
+    return criteria.max_length or config.max_length
+
+
 @dataclass
 class Text:
     """The emitted text, and the caller's processors, criteria and streamer."""
@@ -100,7 +105,7 @@ class Text:
             criteria=criteria,
             config=config,
             streamer=streamer,
-            max_length=criteria.max_length or config.max_length,
+            max_length=longest_text(criteria, config),
             scores=() if recorded and config.output_scores else None,
             logits=() if recorded and config.output_logits else None,
             finished=[False] * batch,

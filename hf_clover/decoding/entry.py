@@ -25,7 +25,7 @@ from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of, unwrap
 from ..targets.private_api import generate_plainly, why_unavailable
 from .budget.fixed import check_nodes
-from .call import Text
+from .call import Text, longest_text
 from .loop import speculate
 from .processes import goes_in_step, share_random_state
 from .record import Speculation, with_record
@@ -117,7 +117,7 @@ def generate_with(
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     lacking = why_unavailable()
     if lacking is None:
-        longest = stopping_criteria.max_length or generation_config.max_length
+        longest = longest_text(stopping_criteria, generation_config)
         route = choose_route(model, input_ids, longest, generation_config, model_kwargs)
     else:
         route = Route(PLAIN, f"transformers has {lacking}", is_understood=False)
