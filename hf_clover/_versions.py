@@ -1,9 +1,9 @@
 """Which versions of torch and transformers the package is for.
 
-Contract: `check_versions` looks at what is installed, without importing it, so that `import hf_clover` stays light. A
-version that is too old raises an error at import. A version newer than all that were tried gives one warning, and the
-import continues: the hook checks every name that it needs, and a target is tried before its first tree. Floors and
-caps are those of setup.cfg; a test compares them.
+Contract: `check_versions` looks at what is installed before it is imported. A version that is too old raises an error
+that names it, and not one about some missing name. A version newer than all that were tried gives one warning, and
+the import continues: the hook checks every name that it needs, and a target is tried before its first tree. Floors
+and caps are those of setup.cfg; a test compares them.
 """
 
 import re

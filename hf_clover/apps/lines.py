@@ -1,7 +1,7 @@
 """Lines that end between words.
 
 Contract: the edge of a terminal breaks no word, whether a line is printed as a whole or in pieces. In a file or a
-pipe, a line stays one line of any length. This module imports nothing heavy.
+pipe, a line stays one line of any length.
 """
 
 import re

@@ -4,7 +4,7 @@ Contract: with the hook installed, `generate(assistant_model=heads)` runs transf
 loop is `entry.generate_with`; every other call reaches transformers' code unchanged. Only the public `generate` is
 wrapped. Heads are recognized by their attributes (`are_heads`), since remote code makes another class object. If
 transformers lacks something that decoding needs, `install_hook` warns, and `generate` with heads is plain `generate`:
-the same tokens, one at a time. The rest of `decoding` is imported when a call first passes heads.
+the same tokens, one at a time.
 """
 
 import functools
@@ -12,16 +12,13 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers.generation.utils import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
+from ..network.modeling_heads import DraftHeads
 from ..targets.private_api import why_unavailable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from ..network.modeling_heads import DraftHeads
+from .entry import generate_through
 
 _transformers: Any = GenerationMixin  # `generate` of this class is replaced
 _original: Callable[..., Any] | None = None  # transformers' generate, while ours is in its place
@@ -88,15 +85,13 @@ def uninstall_hook() -> None:
         _transformers.generate, _original = _original, None
 
 
-def _generate(self: "PreTrainedModel", *args: Any, **kwargs: Any) -> Any:
+def _generate(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate`, with another decoding loop where heads are given."""
     original = _original or _transformers.generate
     call = {**dict(zip(_positional_names(original), args)), **kwargs}
     heads = _heads_of(call) if _is_active else None
     if heads is None:
         return original(self, *args, **kwargs)
-    from .entry import generate_through
-
     return generate_through(original, heads, self, call)
 
 
@@ -107,7 +102,7 @@ def _positional_names(generate: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(generate).parameters.values() if p.kind in kinds)[1:]
 
 
-def _heads_of(call: dict[str, Any]) -> "DraftHeads | None":
+def _heads_of(call: dict[str, Any]) -> DraftHeads | None:
     """The heads that this call is to draft with: `assistant_model`, or those of `custom_generate`."""
     loop, assistant = call.get("custom_generate"), call.get("assistant_model")
     if isinstance(assistant, (str, os.PathLike)):

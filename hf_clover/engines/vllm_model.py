@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.forward_context import get_forward_context
@@ -22,7 +23,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from ..network.blocks import CloverAttention, Searched, followed, last_place, rotated, searched_text
+from ..network.blocks import CloverAttention, Searched, followed, last_place, searched_text
 from ..network.modeling_clover import CloverHeads
 from ..network.packing import linear
 from ..network.target_parts import BorrowedParts, check_fingerprint, fingerprint, is_plain
@@ -65,7 +66,7 @@ class PagedAttention(CloverAttention):
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [1, kv_heads, N, head_dim]
         v = self.v_proj(x)  # [1, N, kv_heads head_dim]
         if self.use_rope:
-            q, k = rotated(q, *rope), rotated(k, *rope)
+            q, k = apply_rotary_pos_emb(q, k, *rope)
         q, k = (part[0].transpose(0, 1).flatten(1) for part in (q, k))  # [N, heads head_dim]
         out = self.attn(q.contiguous(), k.contiguous(), v[0])
         return self.o_proj(out)[None], v.unflatten(-1, per_head).transpose(1, 2)

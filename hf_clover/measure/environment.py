@@ -13,17 +13,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import utils
+
 from .. import __version__
 from .._versions import installed_version
+from ..decoding.hook import is_installed
+from ..targets.private_api import why_unavailable
+from .acceptance import tried
 
 PACKAGES = ("transformers", "torch", "accelerate", "trl", "peft", "datasets", "huggingface_hub", "safetensors")
 GIB = 2**30
 
 
 def environment() -> dict[str, Any]:
-    import torch
-    import transformers.generation.utils  # noqa: F401  (installs the hook)
-
     return {
         "hf_clover": __version__,
         "python": platform.python_version(),
@@ -92,8 +95,6 @@ def _memory_gib() -> float | None:
 
 
 def _devices() -> list[dict[str, Any]]:
-    import torch
-
     if torch.backends.mps.is_available():
         return [{"name": "mps", "memory_gib": round(torch.mps.recommended_max_memory() / GIB, 1)}]
     found = []
@@ -111,8 +112,6 @@ def _devices() -> list[dict[str, Any]]:
 
 def _attention() -> list[str]:
     """The attention implementations that transformers accepts here; the first two can verify trees."""
-    from transformers import utils
-
     optional = {
         "flex_attention": "is_torch_flex_attn_available",
         "flash_attention_2": "is_flash_attn_2_available",
@@ -125,14 +124,9 @@ def _attention() -> list[str]:
 
 def _generate() -> dict[str, Any]:
     """Whether `generate` speculates, and if not, what transformers lacks."""
-    from ..decoding.hook import is_installed
-    from ..targets.private_api import why_unavailable
-
     return {"hook_installed": is_installed(), "lacking_in_transformers": why_unavailable()}
 
 
 def _drafts() -> dict[str, str]:
     """Whether drafts are accepted here, tried on made-up targets."""
-    from .acceptance import tried
-
     return tried()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_clover import CloverConfig
 from .configuration_heads import HeadsConfig
@@ -207,15 +208,6 @@ def values_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return torch.where(index < 0, 0, found).transpose(1, 2).flatten(-2)
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, heads, T, head_dim] with rotary positions.
-
-    transformers' own function is in a model's module. That module may itself be loading when this one is loaded: by
-    `import hf_clover` and then a model class."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos[:, None] + torch.cat((-right, left), dim=-1) * sin[:, None]
-
-
 class CloverAttention(nn.Module):
     def __init__(self, config: HeadsConfig, layer_idx: int, inputs: int | None = None) -> None:
         """`inputs`: width of the input, if that is not the hidden size."""
@@ -245,7 +237,7 @@ class CloverAttention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)  # [B, kv_heads, T, head_dim]
         v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)  # [B, kv_heads, T, head_dim]
         if self.use_rope:
-            q, k = rotated(q, *rope), rotated(k, *rope)
+            q, k = apply_rotary_pos_emb(q, k, *rope)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)  # [B, kv_heads, slots, head_dim]
         if mask is None:
@@ -315,7 +307,6 @@ __all__ = [
     "followed",
     "last_place",
     "places_along",
-    "rotated",
     "searched_text",
     "started_linear",
     "stretches",

@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from .blocks import CloverAttention, CloverMLP, CloverRMSNorm, rotated
+from .blocks import CloverAttention, CloverMLP, CloverRMSNorm
 from .configuration_eagle3 import Eagle3Config
 from .modeling_heads import CloverOutput, PathHeads, Rope, package
 
@@ -43,7 +44,7 @@ class UnrolledAttention(CloverAttention):
         k = self.k_norm(self.k_proj(x).unflatten(-1, per_head)).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, per_head).transpose(1, 2)
         if self.use_rope:
-            q, k = rotated(q, *rope), rotated(k, *rope)
+            q, k = apply_rotary_pos_emb(q, k, *rope)
         keys.append(k.repeat_interleave(groups, dim=1))
         values.append(v.repeat_interleave(groups, dim=1))
         text = q @ keys[0].transpose(2, 3)  # [B, H, T, T of the text]
@@ -135,8 +136,6 @@ class Eagle3Heads(PathHeads):
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if config.own_lm_head:
             self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # it may be importing us
-
         self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # it reads what any config has
 
     @property

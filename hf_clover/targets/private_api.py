@@ -10,13 +10,10 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
-    from transformers.generation.utils import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PrefixConstrainedLogitsProcessor, PreTrainedModel
 
 # The comment on each says why no public name will do.
 PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
@@ -29,17 +26,8 @@ PRIVATE_NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
-def generation_mixin() -> "type[GenerationMixin]":
-    """The class. It is imported in the call: its import loads our hook, which needs this module complete."""
-    from transformers.generation.utils import GenerationMixin
-
-    return GenerationMixin
-
-
 def allowed_by(processor: Any) -> "Callable[[int, torch.Tensor], list[int]] | None":
     """The `prefix_allowed_tokens_fn` that `processor` calls, or None. `generate` keeps the function nowhere else."""
-    from transformers import PrefixConstrainedLogitsProcessor
-
     is_one = type(processor) is PrefixConstrainedLogitsProcessor
     return getattr(processor, "_prefix_allowed_tokens_fn", None) if is_one else None
 
@@ -48,16 +36,16 @@ def allowed_by(processor: Any) -> "Callable[[int, torch.Tensor], list[int]] | No
 def cache_name() -> str:
     """The name of the cache in `generate`, in forwards and in their outputs: `cache` since transformers 5.24,
     `past_key_values` before."""
-    parameters = inspect.signature(generation_mixin().prepare_inputs_for_generation).parameters
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     return next((name for name in ("cache", "past_key_values") if name in parameters), "cache")
 
 
 def why_unavailable() -> str | None:
     """What speculation needs and this version of transformers lacks; None if nothing is missing."""
     for name, wanted in PRIVATE_NAMES.items():
-        if not hasattr(generation_mixin(), name):
+        if not hasattr(GenerationMixin, name):
             return f"no `{name}`"
-        found = _parameters(getattr(generation_mixin(), name))
+        found = _parameters(getattr(GenerationMixin, name))
         lost = set(wanted) - found
         if "*" not in found and lost:
             return f"no parameter `{min(lost)}` of `{name}`"
@@ -85,16 +73,16 @@ def require(owner: type, names: tuple[str, ...]) -> None:
 # ---------------------------------------------------------------------- one call of generate
 
 
-def read_prompt(target: "PreTrainedModel", input_ids: torch.Tensor, config: "GenerationConfig", inputs: dict) -> Any:
+def read_prompt(target: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict) -> Any:
     """The target's outputs for the prompt, computed in chunks if the config says so. Changes `inputs` in place."""
     return target._prefill(input_ids, config, inputs)  # type: ignore[operator]
 
 
-def generate_plainly(target: "PreTrainedModel", *arguments: Any, **options: Any) -> Any:
+def generate_plainly(target: PreTrainedModel, *arguments: Any, **options: Any) -> Any:
     return target._sample(*arguments, **options)  # type: ignore[operator]
 
 
-def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict, tokens: int = 1) -> dict[str, Any]:
+def inputs_after(target: PreTrainedModel, outputs: Any, inputs: dict, tokens: int = 1) -> dict[str, Any]:
     """The arguments of the next forward beside its tokens, after `tokens` more of them."""
     update = target._update_model_kwargs_for_generation
     asked = {"is_encoder_decoder": target.config.is_encoder_decoder, "num_new_tokens": tokens}
@@ -102,7 +90,7 @@ def inputs_after(target: "PreTrainedModel", outputs: Any, inputs: dict, tokens: 
 
 
 def inputs_of_step(
-    target: "PreTrainedModel", input_ids: torch.Tensor, inputs: dict, fed: int | None, wanted: int
+    target: PreTrainedModel, input_ids: torch.Tensor, inputs: dict, fed: int | None, wanted: int
 ) -> dict[str, Any]:
     """All arguments of a forward over the last `fed` tokens (None: the whole text), for `wanted` rows of logits."""
     prepare = target.prepare_inputs_for_generation
@@ -112,11 +100,11 @@ def inputs_of_step(
     return made
 
 
-def makes_inputs_itself(target: "PreTrainedModel") -> bool:
+def makes_inputs_itself(target: PreTrainedModel) -> bool:
     """Whether the target's class overrides the methods that make a step's inputs."""
     names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
     return any(
-        getattr(getattr(target, name), "__func__", None) is not getattr(generation_mixin(), name) for name in names
+        getattr(getattr(target, name), "__func__", None) is not getattr(GenerationMixin, name) for name in names
     )
 
 
@@ -128,7 +116,7 @@ def is_the_users(cache: Any) -> bool:
 # ---------------------------------------------------------------------- a target
 
 
-def looks_up_attention(target: "PreTrainedModel") -> bool:
+def looks_up_attention(target: PreTrainedModel) -> bool:
     """Whether the target's layers look up the attention implementation at every forward. Older models fix it when they
     are made."""
     return getattr(target, "_supports_attention_backend", False)
@@ -191,19 +179,19 @@ def flash_attention_of_sequences(
     return out, sums.view(query.shape[1], len(query)).T
 
 
-def is_compiled(target: "PreTrainedModel") -> bool:
+def is_compiled(target: PreTrainedModel) -> bool:
     """Whether the target's forward is compiled, by `target.compile()` or by replacing `target.forward`."""
     is_replaced = hasattr(target.forward, "_torchdynamo_orig_callable")
     return is_replaced or getattr(target, "_compiled_call_impl", None) is not None
 
 
-def experts_of(target: "PreTrainedModel") -> str | None:
+def experts_of(target: PreTrainedModel) -> str | None:
     """The implementation of the target's experts; None if it has no experts, or only one implementation."""
     can_choose = getattr(target, "_can_set_experts_implementation", bool)()
     return getattr(target.config, "_experts_implementation", None) if can_choose else None
 
 
-def as_for_decoding(target: "PreTrainedModel") -> AbstractContextManager:
+def as_for_decoding(target: PreTrainedModel) -> AbstractContextManager:
     """The context in which `generate` runs steps of one token; it does nothing if transformers has none."""
     optimise = getattr(target, "_optimize_model_for_decode", None)
     return nullcontext() if optimise is None else optimise()
@@ -212,7 +200,7 @@ def as_for_decoding(target: "PreTrainedModel") -> AbstractContextManager:
 # ---------------------------------------------------------------------- transformers serve
 
 
-def response_parser(tokenizer: Any, target: "PreTrainedModel", prompt: list[int], tools: Any) -> Any:
+def response_parser(tokenizer: Any, target: PreTrainedModel, prompt: list[int], tools: Any) -> Any:
     """A parser that separates reasoning and tool calls from text in this model's answers. None if transformers has no
     parser for this model, or no parsers at all."""
     try:
