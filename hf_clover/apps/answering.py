@@ -15,21 +15,23 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils import logging
 
 from ..decoding.record import speculations
+from ..network.modeling_heads import DraftHeads
 from ..targets.private_api import response_parser
 from .asked import Asked, Refused, Rules
 from .live import TokenText
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..network.modeling_heads import DraftHeads
 
 logger = logging.get_logger(__name__)
 
@@ -87,7 +89,7 @@ class Cancelled(Exception):
 class Job:
     """One request in the queue. It has to be made within the server's event loop."""
 
-    def __init__(self, asked: Asked, tokens: list[int], config: "GenerationConfig") -> None:
+    def __init__(self, asked: Asked, tokens: list[int], config: GenerationConfig) -> None:
         self.asked, self.tokens, self.config = asked, tokens, config
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self._cancelled, self._loop = threading.Event(), asyncio.get_running_loop()
@@ -110,9 +112,9 @@ class Job:
 class Line:
     def __init__(
         self,
-        target: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        heads: "DraftHeads",
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        heads: DraftHeads,
     ) -> None:
         self.target, self.tokenizer, self.heads = target, tokenizer, heads
         self.served = Served()
@@ -130,7 +132,7 @@ class Line:
             job.cancel()
         self._thread.shutdown()
 
-    def config_for(self, asked: Asked, length: int, rules: Rules) -> "GenerationConfig":
+    def config_for(self, asked: Asked, length: int, rules: Rules) -> GenerationConfig:
         """The target's own generation config with the request's settings. Raises `Refused`."""
         config = copy.deepcopy(self.target.generation_config)
         config.update(**{"max_new_tokens": max(config.max_new_tokens or 0, LEAST_NEW_TOKENS), **asked.settings})
@@ -199,7 +201,7 @@ class StopTexts(StoppingCriteria):
 
     _CONTEXT = 4  # tokens before the decoded ones, which decide whether these begin with a space
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stops: list[str], prompt_tokens: int) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: list[str], prompt_tokens: int) -> None:
         self.tokenizer, self.stops, self.prompt_tokens = tokenizer, stops, prompt_tokens
         self.most = max(len(stop.encode()) for stop in stops) + self._CONTEXT  # a token has at least one byte
 
@@ -217,7 +219,7 @@ class StopTexts(StoppingCriteria):
 class Writer:
     """A streamer that turns tokens into events for the client: at once if the request streams, else at the end."""
 
-    def __init__(self, job: Job, parser: Any, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, job: Job, parser: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         self.job, self.parser, self.tokenizer = job, parser, tokenizer
         self.tokens: list[int] = []
         self._has_prompt = False

@@ -8,10 +8,11 @@ from there. `chat` knows lines and keys, not models. Heads with a learner learn 
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import DynamicCache
+from rich.console import Console
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
 from ..measure.prompts import prompt_ids
@@ -19,10 +20,6 @@ from ..measure.step_record import StepRecord
 from ..targets.private_api import cache_name
 from .lines import lines_of, print_line
 from .live import LiveStreamer
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HELP = """\
 /clear   forget what was said and begin anew
@@ -48,8 +45,8 @@ class Conversation:
 
     def __init__(
         self,
-        target: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         heads: Any = None,
         max_new_tokens: int = 512,
         **options: Any,
@@ -134,7 +131,7 @@ class Conversation:
         return ends if isinstance(ends, list) else [ends]
 
 
-def chat(conversation: Conversation, console: "Console", read: Callable[[], str]) -> None:
+def chat(conversation: Conversation, console: Console, read: Callable[[], str]) -> None:
     """Run the conversation until /exit, or until `read` raises EOFError."""
     kind = "chat" if conversation.tokenizer.chat_template is not None else "no chat template: your text is continued"
     console.print(f"{kind}; /help lists the commands", style="dim", highlight=False)
@@ -160,7 +157,7 @@ def chat(conversation: Conversation, console: "Console", read: Callable[[], str]
             _turn(conversation, line, console)
 
 
-def _turn(conversation: Conversation, line: str, console: "Console") -> None:
+def _turn(conversation: Conversation, line: str, console: Console) -> None:
     live, beginning = LiveStreamer(conversation.tokenizer, console, skip_prompt=True), ""
     try:
         conversation.answer(line, live)

@@ -6,21 +6,19 @@ pipe, a line stays one line of any length.
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console
 
 
-def print_line(console: "Console", line: str, style: str | None = None) -> None:
+def print_line(console: Console, line: str, style: str | None = None) -> None:
     """Print `line`, broken between words on a terminal, and as one line elsewhere."""
     console.print(line, style=style, markup=False, emoji=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def print_to_stderr(line: str, style: str) -> None:
     """`print_line` on standard error, for what is no result of a command."""
-    from rich.console import Console
-
     print_line(Console(stderr=True), line, style)
 
 
@@ -59,8 +57,6 @@ class WholeWords:
 
 
 def _columns(text: str) -> int:
-    from rich.cells import cell_len
-
     return cell_len(text)
 
 

@@ -9,16 +9,16 @@ exception. On a terminal, lines end between words (`lines`).
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..measure.step_record import StepRecord
 from .lines import WholeWords
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FREE, PROMPT = "bold green", "dim"  # rich's names of styles
 _CONTEXT = 8  # tokens before a text, which decide for example whether it begins with a space
@@ -33,7 +33,7 @@ class TokenText:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", context: Sequence[int] = (), skip_special_tokens: bool = True
+        self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> None:
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self._before, self._pending = list(context[-_CONTEXT:]), list[int]()
@@ -71,10 +71,8 @@ class LiveStreamer(StepRecord):
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", console: "Console | None" = None, skip_prompt: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, console: Console | None = None, skip_prompt: bool = False
     ) -> None:
-        from rich.console import Console
-
         super().__init__()
         self.tokenizer, self.skip_prompt = tokenizer, skip_prompt
         self.console = Console() if console is None else console
@@ -128,9 +126,6 @@ class LiveStreamer(StepRecord):
             self._show("".join(text for text, _ in alike), style)
 
     def _show(self, text: str, style: str | None) -> None:
-        from rich.segment import Segment, Segments
-        from rich.style import Style
-
         has_colour = self.console.color_system is not None and not self.console.no_color
         # As a segment, because rich would drop control characters and widen tabs in text.
         segment = Segment(text, Style.parse(style) if style and has_colour else None)
@@ -139,11 +134,11 @@ class LiveStreamer(StepRecord):
 
 
 def generate_live(
-    target: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     inputs: Mapping[str, Any],
     heads: Any = None,
-    console: "Console | None" = None,
+    console: Console | None = None,
     **options: Any,
 ) -> Any:
     """`target.generate(**inputs, assistant_model=heads, **options)`, shown while it runs, with free tokens in colour.

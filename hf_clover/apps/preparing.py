@@ -10,17 +10,18 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, BinaryIO, cast
+from typing import IO, BinaryIO, cast
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .asked import TEXT_FIELD, Asked, Refused, Rules, refuse_long, understand
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SECONDS = 10.0  # most seconds for one request
 SECONDS_TO_START = 120.0  # most seconds until the process is ready
@@ -36,7 +37,7 @@ work()
 class Preparer:
     """The server's side of the process, which gets a copy of `tokenizer` and `rules` as they are now."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", rules: Rules) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rules: Rules) -> None:
         self._kit = pickle.dumps(sys.path) + pickle.dumps((tokenizer, rules))
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="preparing")
@@ -109,10 +110,6 @@ class Preparer:
 
 def work() -> None:
     """The main loop of the process, until the server closes its end of the pipe."""
-    import signal
-
-    from transformers.utils import logging
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # other prints go to stderr
@@ -130,7 +127,7 @@ def _say(answers: BinaryIO, line: bytes) -> None:
     answers.flush()
 
 
-def answer(tokenizer: "PreTrainedTokenizerBase", rules: Rules, route: str, body: bytes) -> bytes:
+def answer(tokenizer: PreTrainedTokenizerBase, rules: Rules, route: str, body: bytes) -> bytes:
     try:
         asked = understand(body, route, rules)
         tokens = tokens_of(tokenizer, rules, asked, TEXT_FIELD[route])
@@ -145,7 +142,7 @@ def answer(tokenizer: "PreTrainedTokenizerBase", rules: Rules, route: str, body:
     return json.dumps({"refused": refusal}).encode()
 
 
-def tokens_of(tokenizer: "PreTrainedTokenizerBase", rules: Rules, asked: Asked, name: str) -> list[int]:
+def tokens_of(tokenizer: PreTrainedTokenizerBase, rules: Rules, asked: Asked, name: str) -> list[int]:
     text = _rendered(tokenizer, asked, name) if asked.is_chat else asked.text or ""
     refuse_long(text, name, rules)
     tokens = tokenizer(text, add_special_tokens=not asked.is_chat)["input_ids"]
@@ -160,7 +157,7 @@ def tokens_of(tokenizer: "PreTrainedTokenizerBase", rules: Rules, asked: Asked, 
     return tokens
 
 
-def _rendered(tokenizer: "PreTrainedTokenizerBase", asked: Asked, name: str) -> str:
+def _rendered(tokenizer: PreTrainedTokenizerBase, asked: Asked, name: str) -> str:
     if tokenizer.chat_template is None and "chat_template" not in asked.template:
         raise Refused(f"`{name}`: the model has no chat template: send a `prompt` to /v1/completions.", name)
     try:

@@ -18,7 +18,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from ..decoding.entry import refuse_what_cannot_work
+from ..network.modeling_heads import DraftHeads
 from .answering import Ended, Failed, Job, Line
 from .asked import MOST_BYTES, Refused, Rules
 from .preparing import Preparer
@@ -28,9 +31,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.responses import Response
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..network.modeling_heads import DraftHeads
 
 MOST_WAITING = 64  # most requests that wait, including the one that is being answered
 SECONDS_TO_SEND = 60.0  # most seconds in which a request's body has to arrive
@@ -38,9 +38,9 @@ REQUEST_ID = re.compile(rb"[\w.-]{1,128}")
 
 
 def serve(
-    target: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    heads: "DraftHeads",
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    heads: DraftHeads,
     name: str | None = None,
     host: str = "localhost",
     port: int = 8000,
@@ -55,9 +55,9 @@ def serve(
 
 
 def make_app(
-    target: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
-    heads: "DraftHeads",
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    heads: DraftHeads,
     name: str | None = None,
     api_key: str | None = None,
     allow_chat_templates: bool = False,

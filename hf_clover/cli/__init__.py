@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..apps.lines import print_to_stderr
 from .environment import env
 from .generating import chat, generate
 from .measuring import benchmark, plot
@@ -67,7 +68,5 @@ def main() -> None:
         typer.echo("Interrupted.", err=True)
         sys.exit(130)
     except (ValueError, OSError, ImportError) as error:
-        from ..apps.lines import print_to_stderr
-
         print_to_stderr(f"hf-clover: {' '.join(str(error).split())}", "red")
         sys.exit(2)

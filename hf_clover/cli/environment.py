@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ..measure.environment import as_text, environment
+
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
     """Print versions and devices, and test whether drafts are accepted. Paste the output into an issue.
@@ -14,8 +16,6 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on
 
     Example: hf-clover env
     """
-    from ..measure.environment import as_text, environment
-
     report = environment()
     typer.echo(json.dumps(report, indent=2) if as_json else as_text(report))
     if not all(said.startswith("yes") for said in report["drafts"].values()):

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from ..apps.chat import Conversation
+from ..apps.chat import chat as talk
+from ..apps.lines import lines_of, print_to_stderr
+from ..apps.live import LiveStreamer, TokenText
+from ..measure.step_record import StepRecord
 from .inputs import learning, load, prompt_of, remember_texts, settings_of
 from .options import (
     Device,
@@ -51,10 +57,6 @@ def generate(
     """
     text = prompt_of(prompt, file)
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
-    from ..apps.lines import lines_of, print_to_stderr
-    from ..apps.live import LiveStreamer, TokenText
-    from ..measure.step_record import StepRecord
-
     inputs = tokenizer(text, return_tensors="pt").to(model.device)
     if not inputs["input_ids"].shape[1]:
         raise ValueError("the prompt is empty: pass a text, `--file`, or something on standard input.")
@@ -107,11 +109,6 @@ def chat(
     Example: hf-clover chat --target Qwen/Qwen3-0.6B --heads qwen3-0.6b-clover-x
     """
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
-    from rich.console import Console
-
-    from ..apps.chat import Conversation
-    from ..apps.chat import chat as run
-
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  (arrow keys and a history in `input`)
@@ -121,4 +118,4 @@ def chat(
         remember_texts(assistant, remember)
         settings = settings_of(tokenizer, assistant, temperature, seed, num_assistant_tokens)
         conversation = Conversation(model, tokenizer, assistant, max_new_tokens, **settings)
-        run(conversation, Console(), read=lambda: input("> " if sys.stdin.isatty() else ""))
+        talk(conversation, Console(), read=lambda: input("> " if sys.stdin.isatty() else ""))

@@ -7,6 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from transformers import set_seed
+
+from ..apps.lines import print_to_stderr
+from ..decoding.draft.copies import TextMemory
+from ..measure.prompts import pad_id_of
+from ..network.packing import pack_for_cpu
+from ..origins.published import load_heads
+from ..targets.loading import check_path, hide_loading_bars, load_target, load_tokenizer
+from ..targets.smollm2 import is_kept, kept
+
 if TYPE_CHECKING:
     from ..training.online import OnlineLearner
 
@@ -21,8 +32,6 @@ class AtHand(NamedTuple):
 
 def at_hand() -> AtHand:
     """The default target and its heads: SmolLM2 if the quick start has fetched it, else the stand-in."""
-    from ..targets.smollm2 import is_kept, kept
-
     if is_kept() and (EXAMPLES / "smollm2" / "heads").is_dir():
         return AtHand(kept().name, str(kept()), str(EXAMPLES / "smollm2" / "heads"))
     stand_in = EXAMPLES / "stand_in"
@@ -48,14 +57,7 @@ def load(
         name, target, its_heads = at_hand()
         if learn is None or not (learn / "config.json").exists():
             heads = heads or its_heads
-        from ..apps.lines import print_to_stderr
-
         print_to_stderr(f"No `--target`: this is {name}, from {target}", "dim")
-    import torch
-
-    from ..origins.published import load_heads
-    from ..targets.loading import check_path, hide_loading_bars, load_target, load_tokenizer
-
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto" and place.type == "cpu":
         dtype = "float32"
@@ -69,8 +71,6 @@ def load(
     model.to(place)  # type: ignore[arg-type]  # transformers' wrapper counts `self` too
     assistant = None if heads is None else load_heads(heads, model)
     if pack:
-        from ..network.packing import pack_for_cpu
-
         pack_for_cpu(model)
     return model, load_tokenizer(target, **code), assistant
 
@@ -104,8 +104,6 @@ def learning(
 def remember_texts(heads: Any, tokens: int) -> None:
     """`--remember`: give the heads a memory of this many tokens, to copy drafts from."""
     if tokens:
-        from ..decoding.draft.copies import TextMemory
-
         if heads is None or not heads.config.draft_copies:
             copy_nothing = "with heads that copy nothing (`draft_copies` is 0 in config.json)"
             why = "without heads" if heads is None else copy_nothing
@@ -127,10 +125,6 @@ def settings_of(
     tokenizer: Any, heads: Any, temperature: float | None, seed: int | None, nodes: int | None
 ) -> dict[str, Any]:
     """Keywords for `generate`. This also sets the seed. Without a temperature the target's own settings apply."""
-    from transformers import set_seed
-
-    from ..measure.prompts import pad_id_of
-
     if seed is not None:
         set_seed(seed)
     settings: dict[str, Any] = {} if temperature is None else {"do_sample": temperature > 0}

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from ..apps.lines import print_line
+from ..measure import benchmark as bench
+from ..measure import plots
+from ..measure.prompts import default_prompts, load_questions
+from ..measure.tables import category_tables_of, notes_of, tables_of
 from .inputs import load
 from .options import (
     BatchSizes,
@@ -85,9 +91,6 @@ def benchmark(
     counts = checked(nodes, tree or [], cache)
     trees: Sequence[str | None] = tree or [None]
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file)
-    from ..measure import benchmark as bench
-    from ..measure.prompts import default_prompts, load_questions
-
     prompts = prompts or default_prompts(tokenizer)
     methods = [bench.plain()]
     if assistant is not None:
@@ -135,11 +138,6 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result))
         return
-    from rich.console import Console
-
-    from ..apps.lines import print_line
-    from ..measure.tables import category_tables_of, notes_of, tables_of
-
     console = Console()
     for table in [*tables_of(result), *category_tables_of(result)]:
         console.print(table)
@@ -160,8 +158,6 @@ def plot(
 
     Example: hf-clover plot result.json --out pictures
     """
-    from ..measure.plots import plot as run
-
     for path in results:
-        for picture in run(path, out):
+        for picture in plots.plot(path, out):
             typer.echo(str(picture))

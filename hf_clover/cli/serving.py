@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..apps import serving
+from ..apps.lines import print_to_stderr
 from .inputs import at_hand, learning, load, remember_texts
 from .options import Device, Dtype, GgufFile, Heads, Learn, NumAssistantTokens, Pack, Remember, Target, TrustRemoteCode
 
@@ -58,9 +60,6 @@ def serve(
         )
     if target is not None and heads is None and learn is None:
         raise ValueError("`--heads` or `--learn` is missing: without heads, `transformers serve` serves the target.")
-    from ..apps.lines import print_to_stderr
-    from ..apps.serving import serve as run
-
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack, learn)
     if num_assistant_tokens is not None:
         # Not in the heads' config, which is saved with them.
@@ -72,4 +71,4 @@ def serve(
     options: dict[str, Any] = {"api_key": api_key, "allow_chat_templates": allow_chat_templates}
     with learning(learn, assistant, model, only_when_idle=True) as (assistant, _):
         remember_texts(assistant, remember)
-        run(model, tokenizer, assistant, name, host, port, **options)
+        serving.serve(model, tokenizer, assistant, name, host, port, **options)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from ..hub import push as hub
 from .inputs import learning, load
 from .options import GgufFile, Learn, Pack
 
@@ -92,10 +93,8 @@ def push(
 
     Example: hf-clover push runs/my-heads org/my-model-clover --private
     """
-    from ..hub.push import files_to_push, push_folder
-
     if dry_run:
-        files = files_to_push(folder, repo_id, subfolder=subfolder)
+        files = hub.files_to_push(folder, repo_id, subfolder=subfolder)
         typer.echo(f"Would go to {repo_id}:")
         for path, content in files.items():
             size = len(content) if isinstance(content, bytes) else Path(content).stat().st_size
@@ -104,7 +103,7 @@ def push(
         text = card.decode() if isinstance(card, bytes) else Path(card).read_text(encoding="utf-8")
         typer.echo(f"\n{name}, the card:\n\n{text}", nl=False)
         return
-    commit = push_folder(
+    commit = hub.push_folder(
         folder,
         repo_id,
         private=private,

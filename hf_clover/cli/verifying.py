@@ -5,7 +5,11 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
+from ..apps.lines import print_line
+from ..measure import losslessness
+from ..measure.prompts import default_prompts, load_prompts
 from .inputs import load
 from .options import (
     TREES,
@@ -54,14 +58,8 @@ def verify(
     model, tokenizer, assistant = load(target, heads, dtype, device, trust_remote_code, gguf_file, pack)
     if assistant is None:
         raise ValueError("there are no heads to verify: pass `--heads`, an id or a folder.")
-    from rich.console import Console
-
-    from ..apps.lines import print_line
-    from ..measure import losslessness as verification
-    from ..measure.prompts import default_prompts, load_prompts
-
     prompts = prompts or default_prompts(tokenizer)
-    result = verification.verify(
+    result = losslessness.verify(
         model,
         tokenizer,
         assistant,
@@ -78,6 +76,6 @@ def verify(
         typer.echo(json.dumps(result))
     else:
         console = Console()
-        for line in verification.report_of(result):
+        for line in losslessness.report_of(result):
             print_line(console, line)
-    raise typer.Exit(int(result["verdict"] == verification.BUG))
+    raise typer.Exit(int(result["verdict"] == losslessness.BUG))

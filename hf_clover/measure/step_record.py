@@ -9,15 +9,13 @@ no exception.
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..decoding.budget.automatic import plain_step_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class StepRecord(BaseStreamer):
@@ -30,7 +28,7 @@ class StepRecord(BaseStreamer):
         self.plain_step: float | None = None  # seconds; None if the automatic budget has measured none
         self._has_seen_prompt, self._start = False, 0.0
 
-    def generate(self, target: "PreTrainedModel", inputs: Mapping[str, Any], heads: Any = None, **options: Any) -> Any:
+    def generate(self, target: PreTrainedModel, inputs: Mapping[str, Any], heads: Any = None, **options: Any) -> Any:
         """Run and watch `target.generate`. Returns its output, always as a dictionary."""
         with self.listening(target):
             options = {"assistant_model": heads, "return_dict_in_generate": True, **options}
@@ -40,7 +38,7 @@ class StepRecord(BaseStreamer):
         return out
 
     @contextmanager
-    def listening(self, target: "PreTrainedModel") -> Iterator[None]:
+    def listening(self, target: PreTrainedModel) -> Iterator[None]:
         hook = target.register_forward_pre_hook(self.new_step)
         self._start = time.perf_counter()
         try:

@@ -10,17 +10,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import find_decoder
-
-if TYPE_CHECKING:
-    from ..network.modeling_heads import DraftHeads
 
 BEFORE_NORM = -1  # as a layer's number: the input of the decoder's final norm
 
@@ -57,7 +55,7 @@ def capture_states(
                 del of_layers[wanted]
 
 
-def read_by(heads: "DraftHeads", states: torch.Tensor) -> torch.Tensor:
+def read_by(heads: DraftHeads, states: torch.Tensor) -> torch.Tensor:
     """The part of `states` [..., a d] that `heads` read, which is its first; more layers may follow."""
     return states[..., : len(heads.feature_layers) * heads.config.target_width or None]
 
