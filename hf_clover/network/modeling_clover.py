@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from .blocks import (
     AttentionDecoder,
@@ -87,8 +88,6 @@ class CloverHeads(DraftHeads):
             self.entry_decoder = decoder(config) if config.entry == "decoder" else EntryProjector(config)
         if config.has_augmenting_block:
             self.layers = nn.ModuleList(AugmentingLayer(config, i) for i in range(config.num_augmenting_layers))
-            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # it may be importing us
-
             self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # it reads what any config has
         # Without a norm of its own, the state is either unchanged, and takes the target's norm, or normalised before.
         if (config.has_augmenting_block or config.has_entry_decoder) and not config.normalize_hidden_states:
@@ -99,7 +98,7 @@ class CloverHeads(DraftHeads):
             values_size = config.num_key_value_heads * config.head_dim
             self.recalled = started_linear(values_size, 2 * config.decoder_width, False, "even")
         if projector == "fc":
-            if self._head_0_has_no_decoder:
+            if config.decoder_position == "before":
                 self.first_fc = started_linear(size, size, True, "identity")
             # One for all later heads. Without the Regressive Connection they would all guess the same: one each.
             count = 1 if config.can_draft_beyond_heads else config.num_later_heads
@@ -110,10 +109,6 @@ class CloverHeads(DraftHeads):
             self.head_norm = CloverRMSNorm(size, eps)
 
     # ------------------------------------------------------------------ the network
-
-    @property
-    def _head_0_has_no_decoder(self) -> bool:
-        return self.config.decoder_position == "before"
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the target's lm_head or of its input embedding: `config.token_embedding` names the table.
@@ -235,7 +230,8 @@ class CloverHeads(DraftHeads):
             `tuple` of two `torch.Tensor`: the input of lm_head and the next state, both of shape `[..., d]`
         """
         embedding = None
-        if not (level == 0 and self._head_0_has_no_decoder):
+        reads_the_token = level > 0 or self.config.decoder_position != "before"
+        if reads_the_token:
             if self.config.decoder != "none" or self.config.output_projector == "fc":
                 embedding = self.embed(input_ids)
             if self.config.decoder != "none":
@@ -250,8 +246,9 @@ class CloverHeads(DraftHeads):
             return self.head_norm(state)
         if embedding is None:
             return self.head_norm(self.first_fc(state))
-        fc = self.fc[0] if self.config.can_draft_beyond_heads else self.fc[level - self._head_0_has_no_decoder]
-        return self.head_norm(fc(torch.cat((state, embedding), dim=-1)))
+        config = self.config
+        later = 0 if config.can_draft_beyond_heads else level - (config.num_heads - config.num_later_heads)
+        return self.head_norm(self.fc[later](torch.cat((state, embedding), dim=-1)))
 
     def forward(
         self,

@@ -141,21 +141,17 @@ class TreeLayer(CacheLayerMixin):
 
 
 class Moves:
-    """The entries that a commit moves, found once for all layers; `is_none` if every entry is in its place already."""
+    """The entries that a commit moves, found once for all layers."""
 
     def __init__(self, lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         self.lengths, self.paths = lengths, paths
-        self.moves = [
+        self.entries = [
             (row, lengths[row] + entry, lengths[row] + place)
             for row, path in enumerate(paths)
             for place, entry in enumerate(path)
             if entry != place
         ]
         self._places: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def is_none(self) -> bool:
-        return not self.moves
 
     def within(self, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Source and target indices in `buffer.view(-1, head_dim)`: copies of whole rows are the fastest."""
@@ -166,7 +162,7 @@ class Moves:
             parts = range(math.prod(outer))  # keys and values, if in one buffer
             # The short lists are made on the host, so that the device does one addition.
             begin = [[[part * batch * row + head * capacity for head in range(heads)]] for part in parts]
-            entries = [[[[move[0] * row + move[end]] for move in self.moves]] for end in (1, 2)]
+            entries = [[[[move[0] * row + move[end]] for move in self.entries]] for end in (1, 2)]
             first, within = (torch.tensor(places, device=buffer.device) for places in (begin, entries))
             sources, targets = (first + within).flatten(1)  # [2, 1 or 2, moves, kv_heads], in one piece
             self._places[key] = sources, targets
@@ -288,7 +284,7 @@ class TreeCache(Cache):
         self.slots.lengths = [self.slots.lengths[row] for row in rows]
 
     def _move(self, moves: Moves) -> None:
-        if not moves.is_none:
+        if moves.entries:
             for layer in self.layers:
                 if layer.is_initialized:
                     layer.move(moves)

@@ -152,6 +152,8 @@ def grow_in_shape(
 
 
 class CloverDrafter:
+    is_warm = True  # whether the last draft took the time that the next one of its size will take
+
     def __init__(self, heads: CloverHeads, prompt_mask: torch.Tensor | None = None, block: int | None = None) -> None:
         self.heads, self.config, self.block = heads, heads.config, block
         self.cache = TreeCache(self.config.num_cache_layers) if self.config.has_augmenting_block else None
@@ -162,11 +164,6 @@ class CloverDrafter:
         self.text: torch.Tensor | None = None  # [B, C] the token after each column of the cache, for heads that recall
         self.is_broken = False  # the heads gave NaN: nothing more is drafted
         self._waiting: list[Settled] = []
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether the last draft took the time that the next one of its size will take."""
-        return True
 
     @property
     def rows(self) -> int:
@@ -281,7 +278,7 @@ class CloverDrafter:
     def draft(self, nodes: int, shape: str | None = None, foresight: Foresight | None = None) -> Tree:
         """A tree of `nodes` nodes below the last tokens; only the root if `nodes` is 0. `shape`: None for the
         config's. `foresight`: what is known about the next tokens."""
-        roots = given(self.roots)
+        roots, self.is_warm = given(self.roots), True
         if nodes == 0 or self.is_broken:
             return root_only(roots)
         self._catch_up()

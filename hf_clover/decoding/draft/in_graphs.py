@@ -52,10 +52,6 @@ class GraphDrafter(CloverDrafter):
         if prompt_mask is not None:
             self.cache.slots.text[:, : prompt_mask.shape[1]] = prompt_mask
 
-    @property
-    def is_warm(self) -> bool:
-        return self.cache.graphs.has_replayed
-
     def release(self) -> None:
         """Another call may use this drafter's cache, unless a conversation keeps it."""
         if not self.is_remembered:
@@ -81,6 +77,7 @@ class GraphDrafter(CloverDrafter):
                 partial(self._drafted, *sizes),
                 [filled(value, rows) for value in inputs],
             )
+        self.is_warm = self.cache.graphs.has_replayed
         state, tree, log_probs = found
         self.state, depth = state[: len(roots)], min(self.config.draft_depth, nodes)
         return Tree.unpacked(tree[:, : len(roots)], log_probs[: len(roots)], depth)
@@ -100,6 +97,7 @@ class GraphDrafter(CloverDrafter):
         key = ("with a path", rows, tree.size, depth, nodes)
         inputs = [filled(tree.packed(), rows, 1), *(filled(part, rows) for part in (tree.log_probs, *path))]
         packed, joint = self.cache.graphs.run(key, joined, inputs)
+        self.is_warm = self.is_warm and self.cache.graphs.has_replayed
         return Tree.unpacked(packed[:, :batch], joint[:batch], min(max(depth, width), nodes))
 
     def _drafted(self, nodes: int, shape: str, temperature: float | None, *inputs: torch.Tensor) -> Outputs:

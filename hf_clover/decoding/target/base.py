@@ -27,6 +27,9 @@ class Run:
     walked: torch.Tensor | None = None  # [B, 3, n] result of the last forward's own walk (`walk_in_tensors`)
     prompt_mask: torch.Tensor | None = None  # [B, T] bool, None where every column is a token
     root_position: torch.Tensor  # [B, 1] position of the root of the tree that was committed last
+    replayed = 0  # settled tokens that the next forward runs again, because the cache does not hold them
+    must_settle = False  # whether the next step should have no drafts, so that nothing has to be replayed after it
+    is_warm = True  # whether the last forward took the time that the next one of its size will take
 
     def __init__(
         self,
@@ -69,11 +72,6 @@ class Run:
         return self._captured[0] if len(self._captured) == 1 else torch.cat(self._captured, dim=1)
 
     @property
-    def is_warm(self) -> bool:
-        """Whether the last forward took the time that the next one of its size will take."""
-        return True
-
-    @property
     def has_the_users_cache(self) -> bool:
         """Whether `theirs` is the user's own cache, which a next turn may continue."""
         return is_the_users(self.theirs)
@@ -82,16 +80,6 @@ class Run:
     def keeps_cache(self) -> bool:
         """Whether the caller gets the cache when the text is over."""
         return self.generation_config.return_dict_in_generate or self.has_the_users_cache
-
-    @property
-    def replayed(self) -> int:
-        """How many settled tokens the next forward runs again, because the cache does not hold them."""
-        return 0
-
-    @property
-    def must_settle(self) -> bool:
-        """Whether the next step should have no drafts, so that nothing has to be replayed after it."""
-        return False
 
     @property
     def can_drop_rows(self) -> bool:

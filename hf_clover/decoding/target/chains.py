@@ -50,20 +50,11 @@ class ChainRun(Run):
         super().__init__(target, config, model_kwargs, feature_layers)
         self.replays, self.steps = replays, steps
         self.cache = Slots()  # rows' lengths that the target's cache holds, or is to hold
-        self._behind = 0  # settled tokens that the target's cache does not hold
         self._ids: torch.Tensor  # [B, L] the settled text
         self._inputs: dict[str, Any]  # what plain generate would pass on for that text
         self._left = 0  # tokens that may still be emitted
         self._staged: tuple[torch.Tensor, Any, int] | None = None  # a chain that is not committed: tokens, outputs, n
         self._is_stepping = False
-
-    @property
-    def replayed(self) -> int:
-        return self._behind if self._has_cache else 0
-
-    @property
-    def must_settle(self) -> bool:
-        return self.replayed >= MOST_REPLAYED
 
     # ------------------------------------------------------------------ forwards
 
@@ -87,7 +78,7 @@ class ChainRun(Run):
         self._name = next((name for name in (cache_name(), "cache_params", "state") if name in names), "")
         self._has_cache = self._name != "" and self._inputs.get(self._name) is not None
         if not self._has_cache:
-            self.replays, self._behind = True, input_ids.shape[1]
+            self.replays = True
         elif not self.replays:
             self._inputs[self._name].activate_past_recording()
         return outputs.logits[:, -1:]
@@ -106,7 +97,7 @@ class ChainRun(Run):
             inputs[self._name] = copied(inputs[self._name])
         inputs = _as_of(self.target, inputs, width - 1)
         ids = torch.cat((self._ids, tokens), dim=1)
-        fed = self._behind + width if self._has_cache else None
+        fed = self.replayed + width if self._has_cache else None
         self._captured.clear()
         outputs = self.target(**inputs_of_step(self.target, ids, inputs, fed, width), return_dict=True)
         self._staged = tokens, outputs, width
@@ -122,9 +113,10 @@ class ChainRun(Run):
         if not self.replays:
             self._inputs[self._name].crop(kept - width)
         elif kept == width and self._has_cache:
-            self._inputs[self._name], self._behind = outputs[self._name], 0
-        else:
-            self._behind += kept
+            self._inputs[self._name], self.replayed = outputs[self._name], 0
+        elif self._has_cache:
+            self.replayed += kept
+        self.must_settle = self.replayed >= MOST_REPLAYED
         self._staged = None
         self.root_position, self._last_kept = self.root_position + self._last_kept, kept
         self._inputs = _as_of(self.target, self._inputs, kept)
@@ -149,7 +141,7 @@ class ChainRun(Run):
                 continue
             inputs = inputs_of_step(self.target, self._ids, _cut(self._inputs, 1), self.replayed, 1)
             self._inputs[self._name] = self.target(**inputs, return_dict=True)[self._name]
-            self._behind = 0
+            self.replayed = 0
         return max(self.cache.lengths)
 
     def hand_back(self, columns: int) -> Any:

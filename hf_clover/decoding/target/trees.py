@@ -18,7 +18,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, Static
 from ...network.target_parts import device_of
 from ...targets.private_api import cache_name, inputs_after, inputs_of_step
 from ..cache.by_row import TreeCache
-from ..cache.static import NODE_COUNTS, StaticTreeCache, first_capacity, give_back_cache, take_cache
+from ..cache.static import NODE_COUNTS, StaticSlots, StaticTreeCache, first_capacity, give_back_cache, take_cache
 from ..call import Text
 from ..graphs import Graphs, filled
 from ..processes import any_goes_on
@@ -70,18 +70,10 @@ class TargetRun(Run):
     @property
     def next_position(self) -> torch.Tensor:
         """[..., B, 1]: the position of the next tree's root."""
-        return self._shift + self._starts()
-
-    @property
-    def is_warm(self) -> bool:
-        return not isinstance(self.cache, StaticTreeCache) or self.cache.graphs.has_replayed
-
-    def _starts(self) -> int | torch.Tensor:
-        """The rows' lengths, as one number or [B, 1]."""
         slots = self.cache.slots
-        if isinstance(self.cache, StaticTreeCache):
-            return self.cache.slots.state[: len(slots.lengths), :1]
-        return slots.lengths[0] if slots.is_even else slots.starts_on(self._shift.device)
+        if isinstance(slots, StaticSlots):
+            return self._shift + slots.state[: len(slots.lengths), :1]
+        return self._shift + (slots.lengths[0] if slots.is_even else slots.starts_on(self._shift.device))
 
     # ------------------------------------------------------------------ forwards
 
@@ -152,6 +144,7 @@ class TargetRun(Run):
         if self.text is not None:
             inputs.append(filled(self.text.limits(), rows))
         forward = partial(self._forward_in_place, cache)
+        self.is_warm = True
         with cache.staged(width):
             if width > NODE_COUNTS[-1] or self._has_other_tensors:
                 found: tuple[torch.Tensor, ...] = forward(*inputs)
@@ -160,6 +153,7 @@ class TargetRun(Run):
                 ends = None if self.text is None else len(self.text.ends)
                 key = (rows, columns, width, parts, str(self._mask_dtype()), self.feature_layers, named, ends)
                 found = cache.graphs.run(key, forward, inputs)
+                self.is_warm = cache.graphs.has_replayed
         logits, self.hidden, *walked = (part[:batch] for part in found)
         self.walked = walked[0] if walked else None
         return logits[:, :size]
