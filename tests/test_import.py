@@ -28,11 +28,16 @@ assert type(heads) is hf_clover.CloverHeads
 assert GenerationMixin.generate.__module__ == "transformers.generation.utils"  # functools.wraps
 assert GenerationMixin.generate.__code__.co_filename.endswith("hook.py")
 assert not GenerationMixin.generate.__wrapped__.__code__.co_filename.endswith("hook.py")
-assert not {"trl", "peft", "datasets", "matplotlib", "fastapi"} & set(sys.modules)
+assert not {"trl", "peft", "datasets", "matplotlib", "fastapi", "hf_clover.engines"} & set(sys.modules)
 """
 
 
-@pytest.mark.parametrize("start", STARTS)
+IMPORTED_EARLY = pytest.mark.long("hf_clover/__init__.py", "hf_clover/_versions.py", "hf_clover/decoding/hook.py")
+
+
+@pytest.mark.parametrize(
+    "start", [pytest.param(name, marks=[IMPORTED_EARLY] * (name != "after transformers")) for name in STARTS]
+)
 def test_auto_classes_and_hook_are_there_whichever_is_imported_first(start):
     run(f"{STARTS[start]}\n{CHECK}")
 

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import tiny_text
 from helpers.both_ways import NEW, both, same_tokens
 from helpers.fitting import fit
@@ -114,39 +113,6 @@ def test_threads_that_share_a_target_get_plain_tokens(model):
         said = [*threads.map(speak, range(6))]
     assert all(torch.equal(out.sequences, text) for out, text in zip(said, plain, strict=True))
     assert all(out.speculation.accepted_tokens > 0 for out in said)
-
-
-def _company(rank: int, store: str, results: dict) -> None:
-    """Two processes with texts of different lengths: the first must keep the second company to the end."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = build("llama", vocab_size=VOCABULARY)
-    heads, inputs = CloverHeads.from_target(model), ragged_batch(VOCABULARY, (5, 9, 3))
-    model.generate(**inputs, max_new_tokens=2, assistant_model=heads)  # so that the target has been measured
-    forwards = []
-    model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    out = model.generate(**inputs, max_new_tokens=(4, 24)[rank], assistant_model=heads, synced_gpus=True)
-    results[rank] = out.tolist(), len(forwards)
-    dist.destroy_process_group()
-
-
-@pytest.mark.long(
-    "hf_clover/decoding/processes.py",
-    "hf_clover/decoding/loop.py",
-    "hf_clover/decoding/draft/session.py",
-    "hf_clover/decoding/target",
-)
-def test_synced_gpus_runs_as_many_forwards_in_every_process(model, inputs, tmp_path):
-    plain = model.generate(**inputs, max_new_tokens=24)
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(_company, args=(str(tmp_path / "store"), results), nprocs=2)
-        (short, short_forwards), (long, long_forwards) = results[0], results[1]
-    width = inputs["input_ids"].shape[1]
-    assert torch.equal(torch.tensor(long), plain)
-    assert torch.equal(torch.tensor(short), plain[:, : width + 4])
-    assert short_forwards == long_forwards, "every process must run as many forwards as any other"
 
 
 def test_a_later_wrapper_of_another_library_keeps_working(model, inputs):

@@ -12,7 +12,12 @@ from helpers.tiny_text import ASCII, save_folders
 from transformers import AutoModelForCausalLM
 from two_ranks import OWN, SAMPLED, SHARED, TEXTS, UNEVEN, prompts, said
 
-pytestmark = pytest.mark.long("hf_clover/decoding/processes.py", "hf_clover/decoding/loop.py")
+pytestmark = pytest.mark.long(
+    "hf_clover/decoding/processes.py",
+    "hf_clover/decoding/loop.py",
+    "hf_clover/decoding/draft/session.py",
+    "hf_clover/decoding/target",
+)
 
 HERE = Path(__file__).parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -96,6 +101,7 @@ def test_processes_with_texts_of_different_lengths_end_together(name, cases, ran
         assert got["tokens"] == plain["tokens"]
         assert got["cached"] == plain["cached"]
     assert sum(got["accepted"] for got in results) > 5
+    assert results[0]["forwards"] == results[1]["forwards"]
     steps = [len(got["sizes"]) for got in results]
     assert steps[0] != steps[1]  # one of them kept the other company
 

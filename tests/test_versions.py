@@ -92,6 +92,7 @@ def test_a_missing_package_passes_the_version_check(monkeypatch):
     assert _versions.installed_version("torch") is None
 
 
+@pytest.mark.long("hf_clover/__init__.py", "hf_clover/_versions.py")
 def test_importing_the_package_checks_versions_before_it_imports_torch():
     """In a process of its own, in which only the version's text is changed."""
     script = """

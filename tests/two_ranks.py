@@ -37,14 +37,17 @@ def prompts(*texts: str) -> dict[str, torch.Tensor]:
 
 def said(target: Any, heads: Any, inputs: dict[str, torch.Tensor], seed: int = 3, **options: Any) -> dict[str, Any]:
     torch.manual_seed(seed)
-    options = {"pad_token_id": PAD, "eos_token_id": END, **options}
+    options, forwards = {"pad_token_id": PAD, "eos_token_id": END, **options}, []
+    counting = target.register_forward_pre_hook(lambda *_: forwards.append(1))
     out = target.generate(**inputs, assistant_model=heads, return_dict_in_generate=True, **options)
+    counting.remove()
     stats = getattr(out, "speculation", None)
     return {
         "tokens": out.sequences.tolist(),
         "cached": out[cache_name()].get_seq_length(),
         "accepted": stats.accepted_tokens if stats else 0,
         "sizes": stats.tree_sizes if stats else [],
+        "forwards": len(forwards),
         "method": stats.method if stats else "plain",
         "after": torch.rand(1).item(),  # where the random numbers stand
     }
