@@ -21,7 +21,7 @@ import torch
 
 import hf_clover  # noqa: F401  (installs the hook)
 from hf_clover.decoding import loop
-from hf_clover.decoding.budget.fixed import Budget, check_nodes
+from hf_clover.decoding.budget.fixed import Budget
 
 pytest.register_assert_rewrite("helpers", "resumed_runs")  # a comparison that fails there is shown as in a test
 
@@ -150,7 +150,7 @@ def _pinned_budget(request, monkeypatch):
         if asked is None:
             return PinnedBudget(24 if room is None else max(0, min(24, room)))
         if is_ceiling:
-            return PinnedBudget(min(24, check_nodes(asked, room)))
+            return PinnedBudget(min(24, asked))
         return make_budget(asked, is_ceiling, target, heads, mode, picking, room, in_graphs)
 
     monkeypatch.setattr(loop, "make_budget", pinned)

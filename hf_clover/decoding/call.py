@@ -62,6 +62,12 @@ def longest_text(criteria: StoppingCriteriaList, config: GenerationConfig) -> in
     return criteria.max_length or config.max_length
 
 
+def room_beside(config: GenerationConfig, longest: int) -> int | None:
+    """How many tokens a cache of fixed length holds beside a text of `longest` tokens; None if the cache may grow."""
+    columns = getattr(config, "max_cache_len", None)
+    return None if columns is None else columns - longest
+
+
 @dataclass
 class Text:
     """The emitted text, and the caller's processors, criteria and streamer."""
@@ -144,8 +150,7 @@ class Text:
         value of a draft depends on, and how many tokens a cache of fixed length holds beyond the text."""
         # Rounded to one digit: figures are kept for each temperature, and a server may see very many.
         picking = self.config.do_sample and round(self.config.temperature, 1)
-        longest = getattr(self.config, "max_cache_len", None)
-        room = None if longest is None else longest - self.max_length
+        room = room_beside(self.config, self.max_length)
         return self.config.cache_implementation, (self.config.do_sample, picking), room
 
     @property

@@ -25,7 +25,7 @@ from ..network.modeling_heads import DraftHeads
 from ..network.target_parts import device_of, unwrap
 from ..targets.private_api import generate_plainly, why_unavailable
 from .budget.fixed import check_nodes
-from .call import Text, longest_text
+from .call import Text, longest_text, room_beside
 from .loop import speculate
 from .processes import goes_in_step, share_random_state
 from .record import Speculation, with_record
@@ -109,7 +109,8 @@ def generate_with(
         num_assistant_tokens = heads.generation_config.num_assistant_tokens
     if num_assistant_tokens_schedule is None:
         num_assistant_tokens_schedule = heads.generation_config.num_assistant_tokens_schedule
-    check_nodes(num_assistant_tokens)
+    longest = longest_text(stopping_criteria, generation_config)
+    check_nodes(num_assistant_tokens, room_beside(generation_config, longest))
     check_memory(heads)
     place_heads(heads, model)
     heads.bind(model)
@@ -117,7 +118,6 @@ def generate_with(
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     lacking = why_unavailable()
     if lacking is None:
-        longest = longest_text(stopping_criteria, generation_config)
         route = choose_route(model, input_ids, longest, generation_config, model_kwargs)
     else:
         route = Route(PLAIN, f"transformers has {lacking}", is_understood=False)

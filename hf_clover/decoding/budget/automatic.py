@@ -25,7 +25,7 @@ from ..tree import Tree
 from .acceptance import Acceptance
 from .choice import choose, gains_of
 from .costs import ON_CPU, ON_DEVICE, Costs, Guess
-from .fixed import Budget, check_nodes
+from .fixed import Budget
 from .rest import Rest
 from .settings import SETTINGS, SIZES, SIZES_IN_GRAPHS
 
@@ -233,7 +233,6 @@ def make_budget(
     in_graphs: bool = False,
 ) -> Budget:
     """`asked` nodes at every step, or, where it is None or a ceiling, as many as pay."""
-    asked = check_nodes(asked, room)
     if asked is not None and not is_ceiling:
         return Budget(asked)
     ceiling = min(limit for limit in (asked, room, SIZES[-1]) if limit is not None)

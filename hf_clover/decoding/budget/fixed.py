@@ -16,10 +16,10 @@ from ..tree import Tree
 MOST_NODES = 1 << 14  # a number from somebody's generation_config.json may not take the machine's memory
 
 
-def check_nodes(asked: Any, room: int | None = None) -> int | None:
-    """`num_assistant_tokens`, refused if it is no tree size. `room`: nodes that a fixed cache still holds."""
+def check_nodes(asked: Any, room: int | None = None) -> None:
+    """Refuse `num_assistant_tokens` that are no tree size. `room`: nodes that a fixed cache still holds."""
     if asked is None:
-        return None
+        return
     if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked <= MOST_NODES:
         raise ValueError(
             f"`num_assistant_tokens={asked!r}` is no tree size: it must be a positive integer, the number of drafted "
@@ -30,7 +30,6 @@ def check_nodes(asked: Any, room: int | None = None) -> int | None:
             f"`num_assistant_tokens={asked}` is more than the cache can hold: beside the text there is room for "
             f"{max(room, 0)} nodes. Lower `num_assistant_tokens`, or raise `max_cache_len`."
         )
-    return asked
 
 
 @dataclass
