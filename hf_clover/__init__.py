@@ -29,11 +29,13 @@ from .network.packing import pack_for_cpu, unpack
 from .origins.published import load_heads
 
 if TYPE_CHECKING:
-    from .training.callbacks import AcceptanceCallback
-    from .training.config import CloverTrainingConfig
-    from .training.online import OnlineLearner
-    from .training.rollouts import SpeculativeRollouts
-    from .training.trainer import CloverTrainer
+    from .training import (
+        AcceptanceCallback,
+        CloverTrainer,
+        CloverTrainingConfig,
+        OnlineLearner,
+        SpeculativeRollouts,
+    )
 
 __all__ = [
     "AcceptanceCallback",
@@ -59,14 +61,6 @@ __all__ = [
     "unpack",
 ]
 
-_TRAINING = {
-    "AcceptanceCallback": "callbacks",
-    "CloverTrainer": "trainer",
-    "CloverTrainingConfig": "config",
-    "OnlineLearner": "online",
-    "SpeculativeRollouts": "rollouts",
-}
-
 for _config, _heads in ((CloverConfig, CloverHeads), (Eagle3Config, Eagle3Heads)):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _heads, exist_ok=True)
@@ -74,9 +68,9 @@ install_hook()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TRAINING:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".training.{_TRAINING[name]}", __name__), name)
+    return getattr(importlib.import_module(".training", __name__), name)
 
 
 def __dir__() -> list[str]:

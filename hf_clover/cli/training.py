@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from ..hub import push as hub
+from ..training import require_extra
 from .inputs import learning, load
 from .options import GgufFile, Learn, Pack
 
@@ -15,6 +16,7 @@ def train(context: typer.Context) -> None:
 
     Example: hf-clover train --config examples/configs/qwen3-0.6b.yaml
     """
+    require_extra()
     from ..training.script import main as run
 
     trainer = run(context.args, prog="hf-clover train")
@@ -44,6 +46,7 @@ def regenerate(
 
     Example: hf-clover regenerate trl-lib/Capybara answers --model Qwen/Qwen3-8B --endpoint http://localhost:8000/v1
     """
+    require_extra()
     from accelerate import PartialState
     from datasets import load_dataset
 

@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trl import SFTConfig
 
 from ..network.packing import multiplies_bfloat16_fast
 from .losses import TOKEN_LOSSES
-
-try:
-    from trl import SFTConfig
-except ModuleNotFoundError as error:
-    raise ImportError("Training needs trl and what it brings: `pip install 'hf-clover[train]'`.") from error
 
 
 @dataclass

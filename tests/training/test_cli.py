@@ -13,7 +13,8 @@ from datasets import load_dataset
 from tiny import make_target, make_tokenizer
 from typer.testing import CliRunner
 
-from hf_clover import CloverHeads, cli, speculations
+import hf_clover
+from hf_clover import CloverHeads, cli, speculations, training
 from hf_clover.hub import push as hub
 from hf_clover.training import first_fit, online
 
@@ -42,6 +43,19 @@ def test_the_command_line_imports_nothing_that_needs_an_extra():
     extras = {"trl", "datasets", "matplotlib", "fastapi", "vllm", "gguf"}  # transformers may import peft
     code = f"import sys, hf_clover.cli; assert not {extras} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["regenerate", "prompts", "answers", "--model", "org/target"]])
+def test_without_the_extra_the_error_says_how_to_install_it(words, monkeypatch, capsys):
+    monkeypatch.setattr(training, "find_spec", lambda name: None if name in ("datasets", "trl") else name)
+    wrong = r"Training needs datasets and trl: `pip install 'hf-clover\[train\]'`"
+    with pytest.raises(ImportError, match=wrong):
+        hf_clover.CloverTrainer  # noqa: B018
+    assert hf_clover.OnlineLearner.__name__ == "OnlineLearner", "needs no extra"
+    monkeypatch.setattr(sys, "argv", ["hf-clover", *words])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert re.search(wrong, capsys.readouterr().err)
 
 
 def test_train_has_the_flags_of_trl():
