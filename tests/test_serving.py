@@ -74,6 +74,9 @@ class Served:
     def speculation(self) -> dict[str, Any]:
         return self.get("/speculation")
 
+    def chat(self, messages: list[dict[str, str]], max_tokens: int, **fields: Any) -> Any:
+        return self.client.chat.completions.create(model=NAME, messages=messages, max_tokens=max_tokens, **fields)
+
     def post(self, path: str, body: Any, kind: str = "application/json") -> tuple[int, dict[str, Any]]:
         """Status and error of a request that no client would send."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -136,10 +139,8 @@ def _lives_on(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_a_completion_equals_plain_generates_and_drafts_are_accepted(served: Served) -> None:
     before = served.speculation()
-    answer = served.asked(max_tokens=40)
-    assert answer.choices[0].text == served.plain(PROMPT, 40)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 40
+    answer = served.asked(max_tokens=40).choices[0]
+    assert (answer.text, answer.finish_reason) == (served.plain(PROMPT, 40), "length")
     after = served.speculation()
     assert after["requests"] == before["requests"] + 1
     assert after["new_tokens"] == before["new_tokens"] + 40
@@ -157,7 +158,7 @@ def test_a_stream_is_the_same_text_in_pieces(served: Served) -> None:
 def test_a_chat_answer_equals_plain_generates_text_of_the_messages(served: Served, stream: bool) -> None:
     said = (("user", "def f"), ("assistant", "x"), ("user", "for x in"))
     messages = [{"role": role, "content": content} for role, content in said]
-    answer = served.client.chat.completions.create(model=NAME, messages=messages, max_tokens=24, stream=stream)
+    answer = served.chat(messages, 24, stream=stream)
     parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
     assert "".join(part.content or "" for part in parts) == served.plain(messages, 24)
 
@@ -197,15 +198,10 @@ def test_a_stop_text_ends_an_answer_wherever_its_tokens_end(served: Served) -> N
 # ---------------------------------------------------------------------- what goes wrong
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_longer_than_the_positions_is_refused(served: Served, stream: bool) -> None:
+def test_an_answer_ends_at_the_targets_last_position_and_a_longer_prompt_is_refused(served: Served) -> None:
+    assert served.asked("a" * 4090, max_tokens=100).usage.completion_tokens == 6
     with pytest.raises(openai.BadRequestError, match="the prompt has 5000 tokens, and the model is made for 4096"):
-        served.asked("a" * 5000, stream=stream)
-
-
-def test_an_answer_ends_at_the_targets_last_position(served: Served) -> None:
-    answer = served.asked("a" * 4090, max_tokens=100)
-    assert answer.usage.completion_tokens == 6
+        served.asked("a" * 5000, stream=True)
 
 
 def test_a_body_that_is_too_large_is_refused(served: Served) -> None:
@@ -280,8 +276,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         (config(temperature="hot"), None, 'temperature` must be a number from 0.01 to 100, not "hot"'),
         (config(top_k=-1), None, "`generation_config.top_k=-1` is too small: it must be at least 0"),
         (config(do_sample=1), None, "`generation_config.do_sample` must be true or false, not 1"),
-        (config(max_length=9), None, "`generation_config.max_length` is not taken from clients"),
-        (config(cache_implementation="static"), None, "is not taken from clients: leave it out. These"),
+        (config(max_length=9), None, "`generation_config.max_length` is not taken from clients: leave it out. These"),
         (config(use_cache=False), None, "drafts need the cache"),
         (config(bad_words_ids=[[]]), None, "must be a list of lists of tokens"),
         (config(suppress_tokens=[10**6]), None, "must be a list of tokens from 0 to"),
@@ -373,9 +368,7 @@ def test_a_client_may_set_only_variables_of_the_chat_template(served: Served, na
 
 def rendered(served: Served, template: str) -> str:
     extra = {"chat_template_kwargs": {"chat_template": template, "word": "if a"}}
-    messages = [{"role": "user", "content": "x"}]
-    answer = served.client.chat.completions.create(model=NAME, messages=messages, max_tokens=8, extra_body=extra)
-    return answer.choices[0].message.content
+    return served.chat([{"role": "user", "content": "x"}], 8, extra_body=extra).choices[0].message.content
 
 
 def test_a_clients_template_is_rendered_where_the_operator_allows_it(open_served: Served) -> None:
@@ -421,8 +414,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(served: Serv
 
 def test_a_request_beyond_the_longest_queue_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MOST_WAITING", 1)
-    stream = served.asked(max_tokens=4000, stream=True)
-    next(iter(stream))
+    next(iter(stream := served.asked(max_tokens=4000, stream=True)))
     assert served.speculation()["waiting"] == 1
     with pytest.raises(openai.InternalServerError, match="at most 1 may wait: try again later") as refused:
         served.asked()
@@ -479,9 +471,8 @@ def test_a_seed_does_not_fix_the_text_after_it(served: Served) -> None:
 
 
 def test_a_temperature_above_zero_samples(served: Served) -> None:
-    texts = {served.asked(temperature=1.5, seed=seed, max_tokens=24).choices[0].text for seed in range(4)}
-    assert len(texts) == 4
-    assert served.asked(temperature=0, seed=5, max_tokens=24).choices[0].text == served.plain(PROMPT, 24)
+    assert len({served.asked(temperature=1.5, seed=seed).choices[0].text for seed in range(4)}) == 4
+    assert served.asked(temperature=0, seed=5).choices[0].text == served.plain(PROMPT, 24)
 
 
 # ---------------------------------------------------------------------- the key
@@ -498,17 +489,14 @@ def test_every_route_but_health_asks_for_the_key(open_served: Served, path: str,
     assert "`authorization` must be 'Bearer KEY'" in error["message"]
 
 
-def test_the_right_key_lists_the_model_and_a_wrong_one_is_refused(open_served: Served) -> None:
-    assert [model.id for model in open_served.client.models.list()] == [NAME]
+def test_a_request_without_the_key_is_refused_and_the_right_key_lists_the_model(
+    open_served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are compared in constant time."""
     status, error = open_served.post("/v1/completions", text())
     assert (status, error["param"]) == (401, "authorization")
-    with pytest.raises(openai.AuthenticationError):
-        open_served.client.with_options(api_key="wrong").models.list()
-
-
-def test_keys_are_compared_in_constant_time(open_served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hmac, "compare_digest", compare := Mock(wraps=hmac.compare_digest))
-    open_served.get("/v1/models", Authorization="Bearer sesame")
+    assert [model.id for model in open_served.client.models.list()] == [NAME]
     compare.assert_called_once_with(b"Bearer sesame", b"Bearer sesame")
 
 
@@ -523,10 +511,11 @@ def test_a_key_that_no_header_can_hold_is_refused(start: Callable[..., Any], key
 
 def test_an_answer_has_its_usage_and_the_requests_id(served: Served) -> None:
     answer = served.asked(max_tokens=9, extra_headers={"x-request-id": "mine-1"})
-    assert answer.id == "mine-1"
-    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (len(PROMPT), len(PROMPT) + 9)
+    usage = answer.usage
+    assert (answer.id, usage.completion_tokens) == ("mine-1", 9)
+    assert (usage.prompt_tokens, usage.total_tokens) == (len(PROMPT), len(PROMPT) + 9)
     chunks = list(served.asked(max_tokens=9, stream=True, extra_headers={"x-request-id": "not mine!"}))
-    assert chunks[-1].usage == answer.usage
+    assert chunks[-1].usage == usage
     assert chunks[0].id != "not mine!"
 
 
@@ -643,8 +632,8 @@ def test_an_invalid_tool_call_is_answered_as_text(served: Served) -> None:
 def test_answers_without_a_parser_are_plain_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
     assert private_api.response_parser(served.tokenizer, served.target, [5], None) is None
-    answer = served.client.chat.completions.create(model=NAME, messages=chat(content="x")["messages"], max_tokens=9)
-    assert answer.choices[0].message.content == served.plain(chat(content="x")["messages"], 9)
+    messages = chat(content="x")["messages"]
+    assert served.chat(messages, 9).choices[0].message.content == served.plain(messages, 9)
 
 
 def test_completions_are_not_parsed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -700,17 +689,18 @@ def test_heads_learn_between_requests(folder: Path, tmp_path: Path, monkeypatch:
 def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> Callable[..., Any]:
     """The command -> what would be served, and how; and what it says on the way."""
 
+    served = SimpleNamespace()
+
+    def keep(target: Any, tokenizer: Any, heads: CloverHeads, *_: Any, **options: Any) -> None:
+        vars(served).update(target=target, heads=heads, learner=heads.learner, options=options)
+
     def call(*words: str) -> SimpleNamespace:
-        served = SimpleNamespace()
-
-        def serve(target: Any, tokenizer: Any, heads: CloverHeads, *_: Any, **options: Any) -> None:
-            vars(served).update(target=target, heads=heads, learner=heads.learner, options=options)
-
-        monkeypatch.setattr(serving, "serve", serve)
         said = run("serve", *words)
         assert said.code == 0, said.err
         served.err = said.err
         return served
+
+    monkeypatch.setattr(serving, "serve", keep)
 
     return call
 
@@ -748,14 +738,8 @@ def test_serve_with_remember_gives_the_heads_a_text_memory(serve: Callable[..., 
     ],
 )
 def test_serve_takes_the_key_from_its_options_or_the_environment(
-    serve: Callable[..., Any],
-    models: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    in_environment: str | None,
-    key: str | None,
-    is_warned_of: bool,
-) -> None:
+    serve, models, monkeypatch, words, in_environment, key, is_warned_of
+):
     monkeypatch.delenv("HF_CLOVER_API_KEY", raising=False)
     if in_environment:
         monkeypatch.setenv("HF_CLOVER_API_KEY", in_environment)
