@@ -3,6 +3,7 @@
 The other commands are in tests/training/test_cli.py and tests/hub.
 """
 
+import copy
 import io
 import json
 import os
@@ -20,6 +21,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from helpers import command_line
+from helpers.measured import benchmark_of, row_of
 from helpers.tiny_text import CHAT_TEMPLATE, END, PROMPT, make_tokenizer
 from huggingface_hub import HfApi
 from rich.console import Console
@@ -193,21 +195,26 @@ def test_a_half_precision_target_loads_in_float32_on_a_cpu_unless_asked(folder, 
 # ---------------------------------------------------------------------- generate
 
 
-def test_generate_writes_the_text_and_nothing_else_to_stdout(run, models, target):
-    said = run("generate", PROMPT, *models, "--max-new-tokens", "40")
+def test_generate_writes_the_text_and_nothing_else_to_stdout(run, models, target, tmp_path):
+    """The prompt may be a word, a file or standard input."""
+    options = [*models, "--max-new-tokens", "40"]
+    said = run("generate", PROMPT, *options)
     assert said.code == 0
     assert said.out == PROMPT + continuation(target, PROMPT, 40) + "\n"
     per_forward, tokens, forwards = FIGURES.fullmatch(said.err.strip().splitlines()[-1]).groups()
     assert int(tokens) == 40 > int(forwards)
     assert float(per_forward) == pytest.approx(40 / int(forwards), abs=0.01)
-
-
-def test_generate_reads_a_file_or_standard_input(run, models, tmp_path):
     (tmp_path / "prompt.py").write_text(PROMPT)
-    options = [*models, "--max-new-tokens", "5"]
-    as_word = run("generate", PROMPT, *options)
-    assert run("generate", "-f", str(tmp_path / "prompt.py"), *options).out == as_word.out
-    assert run("generate", *options, stdin=PROMPT).out == as_word.out
+    assert run("generate", "-f", str(tmp_path / "prompt.py"), *options).out == said.out
+    assert run("generate", *options, stdin=PROMPT).out == said.out
+
+
+def test_ctrl_c_ends_generate_with_code_130(run, models, monkeypatch):
+    writes = iter(range(9))
+    monkeypatch.setattr(LiveStreamer, "_write", lambda *_: next(writes) == 5 and signal.raise_signal(signal.SIGINT))
+    said = run("generate", PROMPT, *models)
+    assert said.code == 130
+    assert "Traceback" not in said.err
 
 
 def test_generate_json_holds_the_text_and_its_figures(run, models, target):
@@ -431,34 +438,6 @@ def test_ctrl_c_at_the_prompt_says_how_to_leave(target):
     assert "/exit or Ctrl-D leaves" in console.file.getvalue()
 
 
-def start(*words: str) -> subprocess.Popen:
-    code = "from hf_clover.cli import main; main()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # The other tests' processes have the other cores; a process that hangs can say where.
-    env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    return subprocess.Popen([sys.executable, "-u", "-c", code, *words], env=env, **pipes)
-
-
-def read_until(process: subprocess.Popen, ending: bytes, limit: float = 120) -> bytes:
-    seen, end = b"", time.monotonic() + limit
-    while not seen.endswith(ending):
-        assert time.monotonic() < end
-        byte = process.stdout.read(1)
-        assert byte, (seen, process.stderr.read())
-        seen += byte
-    return seen
-
-
-def rest_of(process: subprocess.Popen, stdin: bytes = b"", limit: float = 120) -> tuple[bytes, bytes]:
-    """What it still says until it ends; where it does not end, its stack is in the failure."""
-    try:
-        return process.communicate(stdin, timeout=limit)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)
-        out, err = process.communicate(timeout=limit)
-        pytest.fail(f"did not end; stdout {out[-500:]}, stderr:\n{err.decode(errors='replace')[-8000:]}")
-
-
 # ---------------------------------------------------------------------- heads that learn
 
 LEARNED = re.compile(
@@ -548,6 +527,9 @@ def test_generate_with_learn_keeps_the_text_and_counts_tokens(run, folder, model
     said = run(*asked, *models[:2], "--json", "--pack")
     assert json.loads(said.out)["text"] == continuation(target, PROMPT, 40)
     assert json.loads(said.out)["tokens_learned_from"] == 144
+    said = run("plot", str(tmp_path / "mine"))
+    assert said.code == 0, said.err
+    assert said.out.splitlines() == [str(tmp_path / "mine" / name) for name in ("learning.png", "learning-dark.png")]
 
 
 def test_learned_heads_of_a_folder_are_used_before_the_default_heads(run, folder, monkeypatch, tmp_path, short_steps):
@@ -560,19 +542,15 @@ def test_learned_heads_of_a_folder_are_used_before_the_default_heads(run, folder
         assert CloverHeads.from_pretrained(tmp_path / name).config.num_heads == {"made": 5, "default": 3}[name]
 
 
-def test_heads_of_another_shape_than_the_folders_are_refused(run, models, tmp_path, target):
-    CloverHeads.from_target(target, num_heads=2, variant="clover-2").save_pretrained(tmp_path / "mine")
-    said = run("generate", PROMPT, *models, "--learn", str(tmp_path / "mine"))
-    assert (said.code, said.out) == (2, "")
-    assert "holds heads of other sizes than `heads`" in said.err
-
-
-def test_a_file_in_place_of_the_folder_is_refused_before_anything_is_learned(run, models, tmp_path):
-    (tmp_path / "mine").write_text("mine")
-    said = run("generate", PROMPT, *models, "--learn", str(tmp_path / "mine"))
-    assert (said.code, said.out) == (2, "")
-    assert "File exists" in said.err
-    assert (tmp_path / "mine").read_text() == "mine"
+def test_a_folder_that_heads_cannot_learn_in_is_refused(run, models, tmp_path, target):
+    """It holds heads of another shape, or is a file."""
+    CloverHeads.from_target(target, num_heads=2, variant="clover-2").save_pretrained(tmp_path / "other")
+    (tmp_path / "file").write_text("mine")
+    for name, message in (("other", "holds heads of other sizes than `heads`"), ("file", "File exists")):
+        said = run("generate", PROMPT, *models, "--learn", str(tmp_path / name))
+        assert (said.code, said.out) == (2, ""), "before anything is learned"
+        assert message in said.err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
@@ -594,7 +572,7 @@ def test_ctrl_c_and_a_kill_save_what_was_learned(folder, target, tmp_path, short
 
 
 def test_without_learn_nothing_is_learned(target, heads):
-    before = {name: value.clone() for name, value in heads.state_dict().items()}
+    before = copy.deepcopy(heads.state_dict())
     with inputs.learning(None, heads, target) as (same, learner):
         assert same is heads
         assert learner is heads.learner is None
@@ -613,29 +591,30 @@ def test_time_after_an_answer_does_not_count_as_its_time(target, heads):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
 def test_a_ctrl_c_signal_stops_one_answer_of_a_chat_process(models):
-    words = ["--temperature", "0", "--max-new-tokens", "500"]  # the second answer is written to its end
-    process = start("chat", *models, *words)
+    code = "from hf_clover.cli import main; main()"
+    words = ["chat", *models, "--temperature", "0", "--max-new-tokens", "500"]
+    env = {**os.environ, "PYTHONFAULTHANDLER": "1"}  # a process that hangs can say where
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-u", "-c", code, *words], env=env, **pipes)
     process.stdin.write(b"def f(x):\n")
     process.stdin.flush()
-    read_until(process, b"continued; /help lists the commands\n")
+    seen = b""
+    while not seen.endswith(b"continued; /help lists the commands\n"):
+        byte = process.stdout.read(1)
+        assert byte, (seen, process.stderr.read())
+        seen += byte
     process.stdout.read(4)  # the answer has begun
     process.send_signal(signal.SIGINT)
-    out, err = rest_of(process, b"abc\n/exit\n")
+    try:
+        out, err = process.communicate(b"abc\n/exit\n", timeout=120)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate(timeout=120)
+        pytest.fail(f"did not end; stdout {out[-500:]}, stderr:\n{err.decode(errors='replace')[-8000:]}")
     assert process.returncode == 0, err
     assert b"Traceback" not in err
-    assert len(FIGURES.findall(out.decode())) == 2
+    assert len(FIGURES.findall(out.decode())) == 2, "the second answer is written to its end"
     assert out.count(b"stopped; ") == 1
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-def test_a_ctrl_c_signal_ends_a_generate_process_with_code_130(models):
-    process = start("generate", "(((", *models, "--max-new-tokens", "4000")
-    read_until(process, b"(((")
-    process.stdout.read(2)
-    process.send_signal(signal.SIGINT)
-    _, err = rest_of(process)
-    assert process.returncode == 130
-    assert b"Traceback" not in err
 
 
 # ---------------------------------------------------------------------- benchmark and plot
@@ -659,21 +638,11 @@ def test_benchmark_writes_a_result_that_plot_draws(run, models, folder, tmp_path
     assert max(row["tokens_per_forward"] for row in of_heads) > 1
     assert f"hf-clover plot {result}" in said.err
 
-    pytest.importorskip("matplotlib")
     said = run("plot", str(result), "--out", str(tmp_path / "pictures"))
     assert said.code == 0, said.err
     pictures = [Path(line) for line in said.out.splitlines()]
     assert [picture.name for picture in pictures] == ["result.png", "result-dark.png"]
     assert all(picture.stat().st_size > 1000 for picture in pictures)
-
-
-def test_plot_draws_a_folder_of_learned_heads(run, folder, tmp_path, short_steps):
-    pytest.importorskip("matplotlib")
-    words = ["--target", str(folder / "target"), "--learn", str(tmp_path), "--max-new-tokens", "40"]
-    assert run("generate", PROMPT, *words).code == 0
-    said = run("plot", str(tmp_path))
-    assert said.code == 0, said.err
-    assert said.out.splitlines() == [str(tmp_path / name) for name in ("learning.png", "learning-dark.png")]
 
 
 def test_the_benchmark_table_shows_settings_that_vary_and_skipped_methods(run, models, tmp_path, monkeypatch):
@@ -693,14 +662,9 @@ def test_the_benchmark_table_shows_settings_that_vary_and_skipped_methods(run, m
 
 
 def test_notes_and_table_report_differences_with_their_margin():
-    row = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
-    speed = {"tokens_per_second": 50.0, "tokens_per_second_range": [40.0, 60.0], "tokens_per_forward": 2.0}
-    speed |= {"speedup": 1.5, "efficiency": 0.75, "acceptance_by_depth": [0.5]}
-    speed |= {"seconds": {"draft": 1.0, "verify": 2.0, "walk": 0.5, "other": 0.5}}
     differences = [{"prompt": 3, "position": 17, "margin": 1e-6}, {"prompt": 4, "position": 1, "margin": None}]
-    result = {"target": "t", "dtype": "float32", "device": "cpu", "num_prompts": 8, "prompts": "p"}
-    result |= {"max_new_tokens": 9, "rows": [{**row, **speed, "method": "m", "identical": False}]}
-    result["rows"][0]["differences"] = differences
+    seconds = {"draft": 1.0, "verify": 2.0, "walk": 0.5, "other": 0.5}
+    result = benchmark_of([row_of("m", 50, 2, 1.5, identical=False, differences=differences, seconds=seconds)])
     assert list(notes_of(result)) == [
         "m: the first other token is at prompt 3, token 17, where the target prefers plain generate's by 1.0e-06 "
         "(and 1 more)"
@@ -709,7 +673,7 @@ def test_notes_and_table_report_differences_with_their_margin():
     (table,) = tables_of(result)
     assert table.title.endswith("; speedup over plain generate")
     console.print(table)
-    figures = ["m", "50.0", "(40.0–60.0)", "2.00", "1.50x", "0.75", "25/50/12/12", "no"]
+    figures = ["m", "50.0", "(45.0–60.0)", "2.00", "1.50x", "0.75", "25/50/12/12", "no"]
     assert figures in [line.split() for line in console.file.getvalue().splitlines()]
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.both_ways import same_tokens
+from helpers.measured import benchmark_of, row_of
 from helpers.tiny_text import save_folders
 from helpers.zoo import build, ragged_batch
 from rich.console import Console
@@ -236,17 +237,14 @@ def test_benchmark_measures_the_target_packed_and_unpacked(words):
     assert rows["plain, packed"]["tokens_per_forward"] == 1
 
 
-def row_of(method: str, rate: float, per_forward: float, speedup: float) -> dict:
-    figures = {"tokens_per_second": rate, "tokens_per_second_range": [rate, rate], "tokens_per_forward": per_forward}
-    figures |= {"speedup": speedup, "speedup_range": [speedup, speedup], "efficiency": speedup / per_forward}
-    figures |= {"seconds": dict.fromkeys(("draft", "verify", "walk", "other"), 0.0), "identical": True}
-    of_all = {"nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic", "skipped": None}
-    parts = {"categories": {"math": {**figures, "questions": 1}}, "questions": 1, "differences": []}
-    return {"method": method, **of_all, **figures, **parts}
+def row(*figures) -> dict:
+    """Of questions of one category."""
+    whole = {**row_of(*figures), "questions": 1}
+    return {**whole, "categories": {"math": whole}}
 
 
-MEASURED = [row_of("plain", 100, 1, 1), row_of("clover-x", 140, 2, 1.4), row_of("plain, packed", 148, 1, 1.48)]
-MEASURED += [row_of("clover-x, packed", 241, 2.1, 1.63), row_of("prompt-lookup, packed", 178, 1.4, 1.2)]
+MEASURED = [row("plain", 100, 1, 1), row("clover-x", 140, 2, 1.4), row("plain, packed", 148, 1, 1.48)]
+MEASURED += [row("clover-x, packed", 241, 2.1, 1.63), row("prompt-lookup, packed", 178, 1.4, 1.2)]
 NEW = MEASURED[:2] + [
     {**row, "speedup_over_unpacked": row["tokens_per_second"] / 100, "speedup_over_unpacked_range": [1.1, 2.5]}
     | ({"speedup": 1.0, "efficiency": 1.0} if row["method"] == "plain, packed" else {})
@@ -256,40 +254,35 @@ NEW = MEASURED[:2] + [
 
 @pytest.mark.parametrize("rows", [MEASURED, NEW], ids=["an older result", "a new one"])
 def test_every_table_has_one_baseline_and_names_it(rows):
-    result = {"kind": "benchmark", "target": "t", "dtype": "float32", "device": "cpu", "num_prompts": 1, "repeats": 1}
-    result |= {"prompts": "p", "max_new_tokens": 9, "rows": rows}
+    result = benchmark_of(rows)
     tables, texts = [*tables_of(result), *category_tables_of(result)], []
     for table in tables:
         console = Console(file=io.StringIO(), width=160)
         console.print(table)
         texts.append(console.file.getvalue())
     every, packed, by_category, packed_by_category = texts
-    assert [re.search(r"speedup over ([\w ]+?)( and |$)", table.title)[1] for table in tables] == [
-        *("plain generate", "plain generate with packed weights") * 2,
+    baselines = [re.search(r"speedup over ([\w ]+?)( and |$)", table.title)[1] for table in tables]
+    assert baselines == ["plain generate", "plain generate with packed weights"] * 2
+    figures = re.compile(r"^ (\S+(?: packed)?) .* (\d\.\d\d)x +(\d\.\d\d )?", re.MULTILINE)
+    assert figures.findall(every) == [
+        ("plain", "1.00", ""),  # without an efficiency, as packed ones over plain
+        ("clover-x", "1.40", "0.70 "),
+        ("plain, packed", "1.48", ""),
+        ("clover-x, packed", "2.41", ""),
+        ("prompt-lookup, packed", "1.78", ""),
     ]
-    speedups = [re.findall(r"^ (\S+(?: packed)?) .* (\d\.\d\d)x", text, re.MULTILINE) for text in (every, packed)]
-    assert speedups == [
-        [
-            *(("plain", "1.00"), ("clover-x", "1.40"), ("plain, packed", "1.48"), ("clover-x, packed", "2.41")),
-            ("prompt-lookup, packed", "1.78"),
-        ],
-        [("plain, packed", "1.00"), ("clover-x, packed", "1.63"), ("prompt-lookup, packed", "1.20")],
-    ]
-    efficiencies = [
-        re.findall(r"^ (\S+(?: packed)?) .*x +(\d\.\d\d) ", text, re.MULTILINE) for text in (every, packed)
-    ]
-    assert efficiencies == [
-        [("clover-x", "0.70")],  # of plain there is none, and of packed ones over plain without none
-        [("clover-x, packed", "0.78"), ("prompt-lookup, packed", "0.86")],
+    assert figures.findall(packed) == [
+        ("plain, packed", "1.00", ""),
+        ("clover-x, packed", "1.63", "0.78 "),
+        ("prompt-lookup, packed", "1.20", "0.86 "),
     ]
     assert "1.40x 2.00 2.41x 2.10 1.78x 1.40" in " ".join(by_category.split())
     assert "1.63x 2.10 1.20x 1.40" in " ".join(packed_by_category.split())
     panels = {(panel["title"], panel["ylabel"]): panel for panel in figure_of(result)["panels"]}
     bars = panels["Speedup", "times plain generate"]
     assert [series["y"] for series in bars["series"]] == [[1], [1.4], [1.48], [2.41], [1.78]]
-    assert [series["label"] for series in panels["Efficiency", "speedup / tokens per forward"]["series"]] == [
-        *("clover-x", "clover-x, packed", "prompt-lookup, packed"),
-    ]
+    efficient = panels["Efficiency", "speedup / tokens per forward"]["series"]
+    assert [series["label"] for series in efficient] == ["clover-x", "clover-x, packed", "prompt-lookup, packed"]
     dots = panels["Speedup by category", "times plain generate with packed weights"]
     assert [series["y"] for series in dots["series"]] == [[1.63, 1.63], [1.2, 1.2]]
     assert dots["reference"]["label"] == "plain generate with packed weights"

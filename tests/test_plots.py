@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import matplotlib
 import pytest
+from helpers.measured import benchmark_of, row_of
 from helpers.own_process import run
 from helpers.tiny_text import make_tokenizer
 from PIL import Image
@@ -24,25 +25,16 @@ METHODS = ("plain", "clover-2", "medusa", "prompt-lookup", "assistant:my-org/som
 
 
 def row(method, **setting):
-    is_heads = method in ("clover-2", "medusa")
-    place = METHODS.index(method)
-    return {
-        "method": method, "nodes": None, "tree": None, "batch_size": 1, "temperature": 0.0, "cache": "dynamic",
-        "tokens_per_second": 100.0 + place, "tokens_per_second_range": [90.0, 120.0],
-        "tokens_per_forward": 1.0 + place, "speedup": 1.0 + place / 2,
-        "speedup_range": [0.9 + place / 2, 1.2 + place / 2], "efficiency": (1 + place / 2) / (1 + place),
-        "seconds": {"draft": 1.0, "verify": 6.0, "walk": 1.0, "other": 2.0} if is_heads else {"other": 9.0},
-        "acceptance_by_depth": [0.8, 0.5, 0.2] if is_heads else [], "identical": True, "skipped": None, **setting,
-    }  # fmt: skip
+    place, of_heads = METHODS.index(method), {"seconds": {"other": 9.0}}
+    if method in ("clover-2", "medusa"):
+        seconds = {"draft": 1.0, "verify": 6.0, "walk": 1.0, "other": 2.0}
+        of_heads = {"seconds": seconds, "acceptance_by_depth": [0.8, 0.5, 0.2]}
+    return row_of(method, 100.0 + place, 1.0 + place, 1.0 + place / 2, **of_heads, **setting)
 
 
 def benchmark(rows):
-    return {
-        "kind": "benchmark", "target": "target", "prompts": "stand-in", "num_prompts": 8, "max_new_tokens": 128,
-        "repeats": 3, "dtype": "float32", "device": "cpu", "machine": "a processor, 2 cores",
-        "command": "hf-clover benchmark " + "--against assistant:my-org/some-model-0.5b " * 5, "date": "2026-01-01",
-        "rows": rows,
-    }  # fmt: skip
+    command = "hf-clover benchmark " + "--against assistant:my-org/some-model-0.5b " * 5
+    return benchmark_of(rows, target="target", max_new_tokens=128, command=command, date="2026-01-01")
 
 
 def training(evaluated=True):
@@ -253,7 +245,7 @@ def test_the_folder_of_heads_that_learn_may_be_named_in_place_of_its_file(tmp_pa
         plot(tmp_path)
     (tmp_path / "learning.json").write_text(json.dumps(learning(6)))
     assert [path.name for path in plot(tmp_path)] == ["learning.png", "learning-dark.png"]
-    assert plot(tmp_path / "learning.json", tmp_path / "a")[0] == tmp_path / "a" / "learning.png"
+    assert plot(tmp_path / "learning.json", tmp_path / "a" / "b")[0] == tmp_path / "a" / "b" / "learning.png"
 
 
 def test_more_methods_than_colours_can_be_told_apart():
@@ -264,9 +256,8 @@ def test_more_methods_than_colours_can_be_told_apart():
 
 def test_a_method_has_the_same_colour_everywhere(pages):
     colours = set()
-    for name in ("batch sizes", "temperatures"):
-        for axes in pages[name].axes:
-            colours |= {line.get_color() for line in axes.lines if line.get_marker() == "o"}
+    for axes in (*pages["batch sizes"].axes, *pages["temperatures"].axes):
+        colours |= {line.get_color() for line in axes.lines if line.get_marker() == "o"}
     assert colours == {THEMES["light"]["cycle"][0]}
 
 
@@ -287,7 +278,6 @@ def test_plot_writes_a_light_and_a_dark_picture(tmp_path):
     corners = [Image.open(path).convert("RGB").getpixel((2, 2)) for path in (light, dark)]
     assert corners == [(255, 255, 255), (13, 17, 23)]
     assert all(path.stat().st_size < 200_000 for path in (light, dark))
-    assert plot(source, tmp_path / "a" / "b")[0] == tmp_path / "a" / "b" / "result.png"
 
 
 def test_drawing_leaves_the_users_matplotlib_settings_as_they_were(tmp_path):
