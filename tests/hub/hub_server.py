@@ -240,6 +240,7 @@ ROUTES = [
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else what follows the headers waits 40 ms for the client
     hub: Hub
 
     def _answer(self) -> None:
