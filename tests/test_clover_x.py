@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers.tiny_llama import SIZES
+from helpers.tiny_llama import SIZES, stir
 from helpers.zoo import build
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,22 +33,13 @@ def make_target(
         torch.manual_seed(0)
         target = LlamaForCausalLM(config).eval()
         for layer in target.model.layers:
-            for parameter in layer.parameters():
-                parameter.add_(0.2 * torch.randn_like(parameter))
-            for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                last.weight.mul_(state_rms)
+            stir(layer)
+            layer.self_attn.o_proj.weight.mul_(state_rms)
+            layer.mlp.down_proj.weight.mul_(state_rms)
         target.model.embed_tokens.weight.normal_(0.0, embedding_rms)
         target.model.norm.weight.uniform_(0.5 * norm_rms, 1.5 * norm_rms)
         target.lm_head.weight.normal_(0.0, 0.5)
     return target
-
-
-@torch.no_grad()
-def stirred(heads: CloverHeads, noise: float = 0.1) -> CloverHeads:
-    generator = torch.Generator().manual_seed(1)
-    for parameter in heads.parameters():
-        parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
-    return heads.eval()
 
 
 def rms(x: torch.Tensor) -> float:
@@ -145,7 +136,7 @@ def test_gradients_of_recall_are_finite_where_nothing_is_found():
 def test_a_drafted_chain_equals_that_of_one_pass_over_each_row(padding):
     """Rows of different lengths, in steps of different counts, drafted together as each is alone."""
     target = make_target()
-    heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=5), 0.5)
+    heads = stir(CloverHeads.from_target(target, "clover-x", num_heads=5), 0.5).eval()
     ids = torch.randint(3, (3, 15))  # so that pairs come again
     hidden = torch.randn(3, 14, SIZE)
     mask = torch.arange(8) >= torch.tensor(padding)[:, None]  # of a prompt of 8
@@ -183,7 +174,7 @@ def test_the_network_computes_what_plain_tensor_operations_compute():
     """Norm, projector, block, and for every head one gated layer of state and token, all heads with one set of
     weights."""
     target = make_target()
-    heads = stirred(CloverHeads.from_target(target, "clover-x", num_heads=4))
+    heads = stir(CloverHeads.from_target(target, "clover-x", num_heads=4), 0.1).eval()
     hidden, ids = torch.randn(2, 9, SIZE), torch.randint(3, (2, 9))
     out = heads(hidden, ids)
 
@@ -326,7 +317,6 @@ def test_a_huge_first_state_does_not_change_the_hidden_state_scale():
     """As in many large targets, whose first position holds values of hundreds."""
     target = make_target()
     expected = hidden_state_scale(target)
-
     target.model.norm.register_forward_hook(lambda _, __, output: torch.cat((1000 * output[:, :1], output[:, 1:]), 1))
     assert hidden_state_scale(target) == pytest.approx(expected, rel=0.2)
 
@@ -347,7 +337,7 @@ def test_a_target_that_cannot_be_measured_gets_scale_1(monkeypatch):
 def test_encode_applies_the_layer_norm_of_a_gpt2_target():
     """LayerNorm, which takes the mean away too."""
     target = build("gpt2", vocab_size=VOCABULARY)
-    heads = stirred(CloverHeads.from_target(target, "clover-x"))
+    heads = stir(CloverHeads.from_target(target, "clover-x"), 0.1).eval()
     _, _, norm = find_decoder(target)
     hidden, ids = torch.randn(1, 5, 64), torch.randint(1, VOCABULARY, (1, 5))
     x = heads.entry_decoder(heads.config.hidden_state_scale * norm(hidden), heads.embed(ids))

@@ -281,18 +281,14 @@ def test_copied_weights_equal_those_of_the_last_layer(name, dtype):
 LLAMA_3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize(("kind", "rope"), [("default", {}), ("linear", {"factor": 4.0}), ("llama3", LLAMA_3)])
-def test_rotary_embeddings_are_the_targets(kind, rope):
-    model = make_llama(rope_parameters={"rope_type": kind, "rope_theta": 500000.0, **rope}, hidden_size=64)
-    check_the_copies(model, CloverHeads.from_target(model, "clover-2"), ("attention", "MLP"), length=40)
-
-
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 4.0}, {"rope_type": "llama3", **LLAMA_3}])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_multi_query_and_grouped_query_attention_are_copied(kv_heads):
-    model = make_llama(num_key_value_heads=kv_heads, head_dim=6, hidden_size=64)
+def test_rotary_embeddings_and_grouped_query_attention_are_the_targets(rope, kv_heads):
+    rope = {"rope_type": "default", "rope_theta": 500000.0, **rope}
+    model = make_llama(rope_parameters=rope, num_key_value_heads=kv_heads, head_dim=6, hidden_size=64)
     heads = CloverHeads.from_target(model, "clover-2")
     assert (heads.config.num_key_value_heads, heads.config.head_dim) == (kv_heads, 6)
-    check_the_copies(model, heads, ("attention", "MLP"))
+    check_the_copies(model, heads, ("attention", "MLP"), length=40)
 
 
 def test_the_decoder_is_found_where_a_layer_counts_as_two():

@@ -415,7 +415,6 @@ def test_heads_load_with_dtype_and_device_map(load, tmp_path):
 
 def test_the_generation_config_survives_saving_and_loading(tmp_path):
     heads = make_heads()
-    assert heads.generation_config.num_assistant_tokens is None
     heads.save_pretrained(tmp_path / "default")
     assert AutoModel.from_pretrained(tmp_path / "default").generation_config.num_assistant_tokens is None
     heads.generation_config.num_assistant_tokens = 13
@@ -428,10 +427,9 @@ def test_the_generation_config_survives_saving_and_loading(tmp_path):
 
 
 def test_fields_can_be_changed_when_loading(tmp_path):
-    heads = make_heads()
-    heads.save_pretrained(tmp_path)
-    loaded = AutoModel.from_pretrained(tmp_path, draft_tree="chain", draft_depth=9)
-    assert (loaded.config.draft_tree, loaded.config.draft_depth) == ("chain", 9)
+    make_heads().save_pretrained(tmp_path)
+    config = AutoModel.from_pretrained(tmp_path, draft_tree="chain", draft_depth=9).config
+    assert (config.draft_tree, config.draft_depth) == ("chain", 9)
     with pytest.raises(ValueError, match="draft_depth=0"):
         AutoModel.from_pretrained(tmp_path, draft_depth=0)
 
@@ -480,7 +478,6 @@ def test_remote_code_works_in_a_process_without_the_package(tmp_path):
         given = {"hidden": hidden, "ids": ids, "out": heads(hidden, ids).head_outputs.contiguous()}
     save_file(given, tmp_path / "given.safetensors")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "hf")}
-    environment.pop("PYTHONPATH", None)
     command = [sys.executable, "-I", "-c", FRESH_PROCESS, str(tmp_path)]
     process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
     assert process.stdout.strip().endswith("all of it"), process.stderr
@@ -533,7 +530,7 @@ def test_heads_of_a_half_precision_target_have_its_dtype(variant):
 def test_the_compiled_forward_equals_eager_in_values_and_gradients(variant):
     """One graph without breaks. It is in float64, in which another order of sums, as on another processor, changes
     less than a mistake does."""
-    heads = make_heads(variant=variant).double()
+    heads = make_heads(variant=variant, num_heads=2).double()
     hidden, ids = inputs()
     hidden = hidden.double()
     torch._dynamo.reset()
