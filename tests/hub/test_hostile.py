@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,10 +117,8 @@ def test_a_huge_number_of_labels_takes_no_memory(folder, little_memory):
 
 def test_sizes_of_large_real_targets_are_accepted():
     for size, inner, attention in ((16384, 53248, 128), (7168, 18432, 128), (5120, 27648, 40)):
-        config = CloverConfig(
-            hidden_size=size, intermediate_size=inner, num_attention_heads=attention, vocab_size=1 << 18
-        )
-        assert config.has_augmenting_block
+        sizes = dict(hidden_size=size, intermediate_size=inner, num_attention_heads=attention)
+        assert CloverConfig(**sizes, vocab_size=1 << 18).has_augmenting_block
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -210,14 +209,11 @@ def test_a_config_cannot_ask_for_a_pickle(folder):
         AutoModel.from_pretrained(folder)
 
 
-def test_ignore_mismatched_sizes_allows_another_draft_vocabulary(folder):
-    heads = AutoModel.from_pretrained(folder, draft_vocab_size=6, ignore_mismatched_sizes=True)
-    assert heads.draft_ids.tolist() == list(range(6))
-
-
 def test_fields_and_dtype_may_be_changed_when_loading(folder):
     assert AutoModel.from_pretrained(folder, draft_top_k=3, dtype=torch.bfloat16).dtype == torch.bfloat16
     assert not hasattr(AutoModel.from_pretrained(folder, draft_vocab_size=None), "draft_ids")
+    heads = AutoModel.from_pretrained(folder, draft_vocab_size=6, ignore_mismatched_sizes=True)
+    assert heads.draft_ids.tolist() == list(range(6))
 
 
 def test_adapters_load_alike_by_peft_and_by_automodel(saved):
@@ -226,14 +222,11 @@ def test_adapters_load_alike_by_peft_and_by_automodel(saved):
     other = AutoModel.from_pretrained(saved / "adapter")
     assert type(other) is CloverHeads
     x, ids = torch.rand(1, 3, 16), torch.tensor([[1, 2, 3]])
-    for each in (heads, other):
-        object.__setattr__(each.get_base_model() if each is heads else each, "_borrowed", Lent())
+    lent = SimpleNamespace(embedding=torch.arange(24 * 16).reshape(24, 16) / 100.0)
+    for each in (heads.get_base_model(), other):
+        object.__setattr__(each, "_borrowed", lent)
     ours, theirs = heads(hidden_states=x, input_ids=ids), other(hidden_states=x, input_ids=ids)
     assert torch.allclose(ours.head_outputs, theirs.head_outputs, atol=1e-6)
-
-
-class Lent:
-    embedding = torch.arange(24 * 16).reshape(24, 16) / 100.0
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
