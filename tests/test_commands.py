@@ -105,15 +105,14 @@ def test_without_the_stand_in_a_target_is_asked_for(run, monkeypatch, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere", "~/nowhere", "runs/a/heads", "haeds.jsonl"])
-@pytest.mark.parametrize("flag", ["--target", "--heads", "--prompts"])
-def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(run, folder, monkeypatch, tmp_path, flag, name):
+@pytest.mark.parametrize(("flag", "what"), [("--target", "target"), ("--heads", "heads"), ("--prompts", "dataset")])
+def test_a_mistyped_path_is_an_error_before_the_hub_is_asked(run, folder, monkeypatch, tmp_path, flag, what, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the Hub was asked"))
     models = {"--target": str(folder / "target"), "--heads": str(folder / "heads"), flag: name}
     said = run("benchmark", *(word for pair in models.items() for word in pair))
-    what = {"--target": "target", "--heads": "heads", "--prompts": "dataset"}[flag]
     assert said.code == 2
     assert said.err.splitlines()[-1].startswith(f"hf-clover: the {what} {name!r} is not here: there is no such file")
 

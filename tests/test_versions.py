@@ -142,16 +142,17 @@ def test_the_oldest_versions_are_the_floors_of_setup_cfg():
 
 # ---------------------------------------------------------------------- names that transformers may drop
 
-LOST_NAMES = {
-    "a name": ({"_renamed_since": ()}, r"no `_renamed_since`"),
-    "a parameter": ({"_prefill": ("input_ids", "renamed")}, r"no parameter `renamed` of `_prefill`"),
-}
 
-
-@pytest.fixture(params=LOST_NAMES)
+@pytest.fixture(
+    params=[
+        ({"_renamed_since": ()}, r"no `_renamed_since`"),
+        ({"_prefill": ("input_ids", "renamed")}, r"no parameter `renamed` of `_prefill`"),
+    ],
+    ids=["a name", "a parameter"],
+)
 def lost(request, monkeypatch):
     """Another version of transformers; what it lacks."""
-    names, message = LOST_NAMES[request.param]
+    names, message = request.param
     hf_clover.uninstall_hook()
     monkeypatch.setattr(private_api, "PRIVATE_NAMES", {**private_api.PRIVATE_NAMES, **names})
     with pytest.warns(UserWarning, match=rf"this version of transformers has {message}.*plain `generate`"):
@@ -225,9 +226,8 @@ MISUNDERSTOOD = (
 )
 
 
-def test_a_warning_blames_the_version_where_no_llama_verifies_trees(renamed):
+def test_a_warning_blames_the_version_where_no_llama_verifies_trees(renamed, target):
     """It does not blame the target, whose text is plain generate's all the same."""
-    target = build("llama", vocab_size=VOCABULARY)
     ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
     plain = target.generate(ids, max_new_tokens=NEW)
     with warnings.catch_warnings(record=True) as seen:
@@ -254,8 +254,7 @@ def test_env_exits_with_1_for_a_version_that_is_not_understood(renamed):
 def test_a_warning_blames_the_target_where_another_llama_verifies_trees(target, monkeypatch):
     """Where a Llama that is made on the spot verifies trees, the warning names the target."""
     theirs = type(target).forward
-    Odd = type("Odd", (type(target),), {"forward": lambda self, *a, **k: theirs(self, *a, **k)})
-    target.__class__ = Odd
+    target.__class__ = type("Odd", (type(target),), {"forward": lambda self, *a, **k: theirs(self, *a, **k)})
     ids, heads = torch.tensor([[1, 2, 3]]), CloverHeads.from_target(target)
     with pytest.warns(CloverWarning, match=r"`Odd` cannot verify .*takes no `(cache|past_key_values)`"):
         target.generate(ids, max_new_tokens=NEW, assistant_model=heads)
@@ -268,12 +267,9 @@ def test_the_trial_of_a_version_leaves_random_numbers_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_installed_transformers_lacks_no_name():
-    assert private_api.why_unavailable() is None
-
-
-def test_a_wrapper_of_another_library_does_not_count_as_a_missing_name(monkeypatch):
+def test_the_installed_transformers_lacks_no_name_with_a_wrapper_of_another_library_or_without(monkeypatch):
     """The wrapper came before ours and takes any argument: its parameters say nothing about transformers'."""
+    assert private_api.why_unavailable() is None
     hf_clover.uninstall_hook()
     theirs = GenerationMixin._prefill
     monkeypatch.setattr(GenerationMixin, "_prefill", lambda *args, **kwargs: theirs(*args, **kwargs))
