@@ -1,7 +1,6 @@
 """`CloverConfig`: variants are presets, ablations are fields, what cannot be is refused by name."""
 
 import json
-import math
 
 import pytest
 from transformers import AutoConfig
@@ -45,7 +44,10 @@ def test_a_variant_sets_the_fields_of_its_preset(variant):
     assert (config.draft_tree, config.draft_top_p, config.draft_min_p) == ("global", 0.8, 0.25)
 
 
-EMPTY = (("medusa", "output_projector", "none"), ("clover-x", "decoder", "none"))  # all heads would be one
+IMPOSSIBLE_ALONE = (
+    *(("medusa", "output_projector", "none"), ("clover-x", "decoder", "none")),  # all heads would be one
+    *((variant, "recall", True) for variant in ("clover", "clover-2", "medusa")),  # without a gated decoder
+)
 NOTHING_TO_RECALL_WITH = (
     ("regressive", False),
     ("decoder", "attention"),
@@ -71,16 +73,8 @@ def test_every_field_of_a_preset_can_be_changed_alone(variant):
     preset = tiny(variant=variant).to_dict()
     for other in VARIANTS.values():
         for field, value in other.items():
-            if value is None:
+            if value is None or (variant, field, value) in IMPOSSIBLE_ALONE:
                 continue  # None asks for the preset
-            if (variant, field, value) in EMPTY:
-                with pytest.raises(ValueError, match=r"output_projector='none'.*without a decoder"):
-                    tiny(variant=variant, **{field: value})
-                continue
-            if field == "recall" and value and variant != "clover-x":
-                with pytest.raises(ValueError, match=r"recall=True.*must be False without a gated decoder"):
-                    tiny(variant=variant, recall=True)
-                continue
             changed = tiny(variant=variant, **{field: value}).to_dict()
             expected = {**preset, field: value}
             if field == "num_heads":  # which the depth follows
@@ -99,35 +93,27 @@ def test_missing_fields_are_derived_from_others():
     assert CloverConfig().variant == "clover-2"
 
 
-# The rows of the ablation table, each with the modules that are left of the first paper's variant.
-V1_ROWS = {
-    "clover": ({}, {"layers", "norm", "decoder", "residual_blocks"}, "AttentionDecoder"),
-    "decoder replaced by an MLP": ({"decoder": "mlp"}, {"layers", "norm", "decoder", "residual_blocks"}, "MLPDecoder"),
-    "regressive connection removed too": (
-        {"decoder": "none", "regressive": False},
-        {"layers", "norm", "residual_blocks"},
-        None,
-    ),
-    "augmenting block removed too": (
-        {"decoder": "none", "regressive": False, "augmenting_block": "none"},
-        {"residual_blocks"},
-        None,
-    ),
-    "no augmenting block": ({"augmenting_block": "none"}, {"decoder", "residual_blocks"}, "AttentionDecoder"),
-}
+WITHOUT_PARTS = {"decoder": "none", "regressive": False, "augmenting_block": "none"}
 
 
-@pytest.mark.parametrize("row", V1_ROWS)
-def test_every_ablation_of_the_paper_can_be_configured(row):
-    fields, modules, decoder = V1_ROWS[row]
+@pytest.mark.parametrize(
+    ("fields", "modules", "decoder"),
+    [  # the rows of the ablation table, each with the modules that are left of the first paper's variant
+        ({}, {"layers", "norm", "decoder", "residual_blocks"}, "AttentionDecoder"),
+        ({"decoder": "mlp"}, {"layers", "norm", "decoder", "residual_blocks"}, "MLPDecoder"),
+        ({"decoder": "none", "regressive": False}, {"layers", "norm", "residual_blocks"}, None),
+        (WITHOUT_PARTS, {"residual_blocks"}, None),
+        ({"augmenting_block": "none"}, {"decoder", "residual_blocks"}, "AttentionDecoder"),
+    ],
+)
+def test_every_ablation_of_the_paper_can_be_configured(fields, modules, decoder):
     heads = CloverHeads(tiny(variant="clover", **fields))
     assert {name.split(".")[0] for name, _ in heads.named_parameters()} == modules
     assert decoder is None or type(heads.decoder).__name__ == decoder
 
 
 def test_clover_without_its_parts_has_the_shapes_of_medusa():
-    fields = V1_ROWS["augmenting block removed too"][0]
-    left = CloverHeads(tiny(variant="clover", num_heads=5, **fields))
+    left = CloverHeads(tiny(variant="clover", num_heads=5, **WITHOUT_PARTS))
     medusa = CloverHeads(tiny(variant="medusa"))
     shapes = [{name: tuple(p.shape) for name, p in heads.named_parameters()} for heads in (left, medusa)]
     assert shapes[0] == shapes[1]
@@ -214,7 +200,6 @@ def test_a_config_is_unchanged_after_saving_and_loading(fields, tmp_path):
 
 # ---------------------------------------------------------------------- what cannot be
 
-NAN = math.nan
 INTEGERS_FROM_1 = (
     *("hidden_size", "num_heads", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("decoder_num_heads", "decoder_width", "max_position_embeddings", "draft_top_k", "draft_beam_width"),
@@ -237,7 +222,7 @@ IMPOSSIBLE = [
     *(("vocab_size", value) for value in (1, 0, 3.5, None)),
     *(("num_augmenting_layers", value) for value in (-1, 65, 1.5, "2", False)),
     *((field, value) for field in SWITCHES for value in (1, "yes")),
-    *((field, value) for field in NUMBERS for value in (-0.1, 1e9, NAN, "0.5", True)),
+    *((field, value) for field in NUMBERS for value in (-0.1, 1e9, float("nan"), "0.5", True)),
     *((field, value) for field in CHOICES for value in ("nonsense", 3, "")),
     *(("hidden_act", value) for value in ("nonsense", None, 3)),
     *((f"target_{field}", 3) for field in ("name_or_path", "revision", "fingerprint")),
@@ -270,6 +255,9 @@ def test_impossible_values_are_refused_by_name(field, value):
         (dict(variant="clover", draft_depth=4), "draft_depth=4.*at most num_heads=3"),
         (dict(regressive=False, draft_depth=6), "draft_depth=6.*at most num_heads=5"),
         (dict(num_heads=1, draft_depth=2), "draft_depth=2.*at most num_heads=1"),
+        (dict(variant="clover-2", recall=True), "recall=True.*must be False without a gated decoder"),
+        (dict(variant="medusa", output_projector="none"), "output_projector='none'.*without a decoder"),
+        (dict(variant="clover-x", decoder="none"), "output_projector='none'.*without a decoder"),
         (dict(decoder="none", output_projector="none"), "output_projector='none'.*without a decoder"),
         (dict(variant="clover-x", regressive=False), "output_projector='none'.*or the Regressive Connection"),
         (dict(variant="clover-x", hidden_size=1 << 17, decoder_width=1 << 20), "hidden_size=.*smaller"),

@@ -12,16 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import command_line
 from helpers.both_ways import same_tokens
 from helpers.measured import benchmark_of, row_of
-from helpers.tiny_text import save_folders
 from helpers.zoo import build, ragged_batch
 from rich.console import Console
 from torch import nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from hf_clover import CloverHeads, cli, pack_for_cpu, unpack
+from hf_clover import CloverHeads, pack_for_cpu, unpack
 from hf_clover.decoding.draft import cpu_copy
 from hf_clover.measure.benchmark import benchmark, plain
 from hf_clover.measure.figures import figure_of
@@ -30,9 +29,11 @@ from hf_clover.network import packing
 
 pytestmark = [
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"),
-    pytest.mark.long("hf_clover/decoding/target/trees.py"),
+    pytest.mark.long("hf_clover/cli", "hf_clover/decoding/target/trees.py"),
 ]
 VOCABULARY = 61
+
+folder, models, run = command_line.folder, command_line.models, command_line.run  # fixtures
 
 
 @pytest.fixture(autouse=True)
@@ -210,19 +211,17 @@ def test_a_model_that_cannot_be_packed_is_refused_and_left_as_it_was(target, mon
 # ---------------------------------------------------------------------- the commands
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    folder = save_folders(tmp_path_factory.mktemp("packed"))
-    (folder / "prompts.txt").write_text("def f(x):\nabc(x)\n")
-    return ["--target", str(folder / "target"), "--heads", str(folder / "heads"), "--pack"], folder / "prompts.txt"
+@pytest.fixture
+def prompts(tmp_path):
+    (tmp_path / "prompts.txt").write_text("def f(x):\nabc(x)\n")
+    return ["--prompts", str(tmp_path / "prompts.txt"), "--num-prompts", "2"]
 
 
-def test_benchmark_measures_the_target_packed_and_unpacked(words):
-    models, prompts = words
-    few = ["--prompts", str(prompts), "--num-prompts", "2", "--repeats", "1", "--max-new-tokens", "12", "--nodes", "4"]
-    said = CliRunner().invoke(cli.app, ["benchmark", *models, *few, "--against", "prompt-lookup", "--json"])
-    assert said.exit_code == 0, said.output
-    result = json.loads(said.stdout)
+def test_benchmark_measures_the_target_packed_and_unpacked(run, models, prompts):
+    few = [*prompts, "--repeats", "1", "--max-new-tokens", "12", "--nodes", "4"]
+    said = run("benchmark", *models, "--pack", *few, "--against", "prompt-lookup", "--json")
+    assert said.code == 0, said.err
+    result = json.loads(said.out)
     assert result["packed"] is False, "the target itself, of which a copy was packed"
     rows = {row["method"]: row for row in result["rows"]}
     names = ["plain", "clover-x", "prompt-lookup"]
@@ -297,15 +296,14 @@ def test_a_benchmark_of_a_packed_target_says_so(target):
 
 
 @pytest.mark.parametrize("command", ["generate", "verify"])
-def test_commands_pack_the_target_and_packed_heads_draft(words, command, monkeypatch):
-    models, prompts = words
+def test_commands_pack_the_target_and_packed_heads_draft(run, models, prompts, command, monkeypatch):
     counts, new_drafter = [], mock.Mock(wraps=CloverHeads.new_drafter)
     monkeypatch.setattr(packing, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
     monkeypatch.setattr(cpu_copy, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(CloverHeads, "new_drafter", lambda *made: new_drafter(*made))
-    few = {"generate": ["abc"], "verify": ["--prompts", str(prompts), "--num-prompts", "2", "--batch-size", "1"]}
-    said = CliRunner().invoke(cli.app, [command, *models, *few[command], "--max-new-tokens", "8"])
-    assert said.exit_code == 0, said.output
+    few = {"generate": ["abc"], "verify": [*prompts, "--batch-size", "1"]}[command]
+    said = run(command, *models, "--pack", *few, "--max-new-tokens", "8")
+    assert said.code == 0, said.err
     (count,) = counts
     assert count > 0
     assert new_drafter.called
