@@ -82,13 +82,23 @@ def continuation(target, text: str, new: int, ids: list[int] | None = None, **op
     return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
 
 
+def shown_by_chat(conversation: Conversation, lines) -> str:
+    """What is on the screen after these lines, of which some may be exceptions."""
+    console = Console(file=io.StringIO(), width=200)
+    chat(conversation, console, Mock(side_effect=lines))
+    return console.file.getvalue()
+
+
 # ---------------------------------------------------------------------- what all commands have
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "benchmark", "verify", "plot", "regenerate", "push"])
-def test_every_help_has_an_example(command):
-    said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.split())
+def test_every_help_has_an_example_and_that_of_learn_says_that_weights_can_memorise_texts(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.replace("│", " ").split())
     assert f"Example: hf-clover {command}" in said
+    promise = "weights learn from prompts and answers, and can memorise them. Without this option nothing is learned."
+    assert (promise in said) == (command in ("generate", "chat", "serve", "regenerate"))
 
 
 def test_the_version_flag_prints_the_package_version(run):
@@ -388,10 +398,9 @@ def test_a_full_conversation_is_refused_and_goes_on_after_clear(target, heads):
         conversation.answer("a" * room, StepRecord())
     out = conversation.answer("a" * (room - 5), StepRecord())
     assert out.sequences.shape[1] == room
-    console = Console(file=io.StringIO(), width=200)
-    chat(conversation, console, Mock(side_effect=["more", "/clear", "abc", EOFError]))
-    assert "/clear begins a new one" in console.file.getvalue()
-    assert len(FIGURES.findall(console.file.getvalue())) == 1
+    shown = shown_by_chat(conversation, ["more", "/clear", "abc", EOFError])
+    assert "/clear begins a new one" in shown
+    assert len(FIGURES.findall(shown)) == 1
 
 
 @pytest.mark.parametrize("with_heads", [True, False])
@@ -403,7 +412,6 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, mon
     conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30)
     conversation.answer("def f(x):", StepRecord())
     said_before = list(conversation.ids)
-
     interrupt = Mock(side_effect=[*[None] * at, KeyboardInterrupt])
 
     def read():
@@ -414,11 +422,9 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, mon
         yield "xyz"
         raise EOFError
 
-    console = Console(file=io.StringIO(), width=200)
     prompts, asked = [], Conversation._asked
     monkeypatch.setattr(Conversation, "_asked", lambda self, text: prompts.append(asked(self, text)) or prompts[-1])
-    chat(conversation, console, Mock(side_effect=read()))
-    shown = console.file.getvalue()
+    shown = shown_by_chat(conversation, read())
     assert shown.count("stopped; ") == 1
     stopped, complete = FIGURES.findall(shown)
     assert int(stopped[2]) == at
@@ -432,9 +438,8 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, mon
 
 
 def test_ctrl_c_at_the_prompt_says_how_to_leave(target):
-    console = Console(file=io.StringIO())
-    chat(Conversation(target, make_tokenizer()), console, Mock(side_effect=[KeyboardInterrupt, EOFError]))
-    assert "/exit or Ctrl-D leaves" in console.file.getvalue()
+    shown = shown_by_chat(Conversation(target, make_tokenizer()), [KeyboardInterrupt, EOFError])
+    assert "/exit or Ctrl-D leaves" in shown
 
 
 # ---------------------------------------------------------------------- heads that learn
@@ -463,14 +468,6 @@ def files_with(text: str, folder: Path) -> list[Path]:
         return any(each in data for each in needles) or any(each in b"".join(data.split()) for each in lists)
 
     return [path for path in folder.rglob("*") if path.is_file() and holds(path.read_bytes())]
-
-
-@pytest.mark.parametrize("command", ["chat", "generate", "regenerate", "serve"])
-def test_the_help_of_learn_says_that_weights_can_memorise_texts(command, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    said = " ".join(CliRunner().invoke(cli.app, [command, "--help"]).output.replace("│", " ").split())
-    promise = "weights learn from prompts and answers, and can memorise them. Without this option nothing is learned."
-    assert promise in said
 
 
 def test_chat_goes_on_learning_where_it_stopped_and_stores_no_text(run, folder, target, tmp_path, short_steps):
@@ -506,7 +503,7 @@ def test_chat_learns_while_it_waits_and_stops_when_a_line_comes(target, heads, m
     learner = MagicMock()
     monkeypatch.setattr(heads, "learner", SimpleNamespace(idle=learner.idle))
     conversation.answer = learner.answer
-    chat(conversation, Console(file=io.StringIO()), Mock(side_effect=["abc", KeyboardInterrupt, EOFError]))
+    shown_by_chat(conversation, ["abc", KeyboardInterrupt, EOFError])
     waits = ["idle", "idle().__enter__", "idle().__exit__"]
     assert [name for name, *_ in learner.mock_calls] == [*waits, "answer", *waits * 2]
 
