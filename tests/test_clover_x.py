@@ -169,18 +169,20 @@ def test_a_drafted_chain_equals_that_of_one_pass_over_each_row(padding):
     assert found > 8
 
 
+@pytest.mark.parametrize("make", [make_target, lambda: build("gpt2", vocab_size=VOCABULARY)], ids=["llama", "gpt2"])
 @torch.no_grad()
-def test_the_network_computes_what_plain_tensor_operations_compute():
-    """Norm, projector, block, and for every head one gated layer of state and token, all heads with one set of
-    weights."""
-    target = make_target()
+def test_the_network_computes_what_plain_tensor_operations_compute(make):
+    """Norm, which is a LayerNorm in gpt2, projector, block, and for every head one gated layer of state and token, all
+    heads with one set of weights."""
+    target = make()
+    (_, _, norm), rows = find_decoder(target), target.get_input_embeddings().weight
     heads = stir(CloverHeads.from_target(target, "clover-x", num_heads=4), 0.1).eval()
-    hidden, ids = torch.randn(2, 9, SIZE), torch.randint(3, (2, 9))
+    hidden, ids = torch.randn(2, 9, target.config.hidden_size), torch.randint(3, (2, 9))
     out = heads(hidden, ids)
 
-    embedded = F.embedding(ids, target.model.embed_tokens.weight * heads.config.embedding_scale)  # [B, T, d]
+    embedded = F.embedding(ids, rows * heads.config.embedding_scale)  # [B, T, d]
     fc, cell = heads.entry_decoder.fc, heads.decoder
-    entering = torch.cat((heads.config.hidden_state_scale * target.model.norm(hidden), embedded), -1)  # [B, T, 2 d]
+    entering = torch.cat((heads.config.hidden_state_scale * norm(hidden), embedded), -1)  # [B, T, 2 d]
     x = entering @ fc.weight.T + fc.bias  # [B, T, d]
     rope = heads.rotary_emb(x, torch.arange(9)[None])
     for layer in heads.layers:
@@ -331,20 +333,6 @@ def test_a_target_that_cannot_be_measured_gets_scale_1(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr("hf_clover.origins.scales.find_decoder", lambda target: (target, None, None))
     assert hidden_state_scale(target) == 1.0
-
-
-@torch.no_grad()
-def test_encode_applies_the_layer_norm_of_a_gpt2_target():
-    """LayerNorm, which takes the mean away too."""
-    target = build("gpt2", vocab_size=VOCABULARY)
-    heads = stir(CloverHeads.from_target(target, "clover-x"), 0.1).eval()
-    _, _, norm = find_decoder(target)
-    hidden, ids = torch.randn(1, 5, 64), torch.randint(1, VOCABULARY, (1, 5))
-    x = heads.entry_decoder(heads.config.hidden_state_scale * norm(hidden), heads.embed(ids))
-    rope = heads.rotary_emb(x, torch.arange(5)[None])
-    for layer in heads.layers:
-        x, _ = layer(x, rope, None, None)
-    torch.testing.assert_close(heads.encode(hidden, ids)[..., :64], x)
 
 
 # ---------------------------------------------------------------------- what is said of it

@@ -210,10 +210,13 @@ def test_a_config_cannot_ask_for_a_pickle(folder):
 
 
 def test_fields_and_dtype_may_be_changed_when_loading(folder):
-    assert AutoModel.from_pretrained(folder, draft_top_k=3, dtype=torch.bfloat16).dtype == torch.bfloat16
+    heads = AutoModel.from_pretrained(folder, draft_tree="chain", draft_top_k=3, dtype=torch.bfloat16)
+    assert (heads.config.draft_tree, heads.config.draft_top_k, heads.dtype) == ("chain", 3, torch.bfloat16)
     assert not hasattr(AutoModel.from_pretrained(folder, draft_vocab_size=None), "draft_ids")
     heads = AutoModel.from_pretrained(folder, draft_vocab_size=6, ignore_mismatched_sizes=True)
     assert heads.draft_ids.tolist() == list(range(6))
+    with pytest.raises(ValueError, match="draft_depth=0"):
+        AutoModel.from_pretrained(folder, draft_depth=0)
 
 
 def test_adapters_load_alike_by_peft_and_by_automodel(saved):
