@@ -67,12 +67,6 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(online, "WINDOW", 16)
 
 
-def tokenizer_with(template: str | None):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def continuation(target, text: str, new: int, ids: list[int] | None = None, **options) -> str:
     """Plain generate's, of a text or of ids."""
     tokenizer = make_tokenizer()
@@ -333,7 +327,7 @@ def widths(target):
 @pytest.mark.parametrize("with_heads", [True, False])
 @pytest.mark.parametrize("template", [None, CHAT_TEMPLATE])
 def test_a_turn_runs_the_target_over_new_tokens_only(target, heads, widths, with_heads, template):
-    tokenizer = tokenizer_with(template)
+    tokenizer = make_tokenizer(template)
     conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30, do_sample=False)
     known, accepted = 0, 0
     for text in ("def f(x):", "abc", "x = é"):
@@ -376,7 +370,7 @@ def test_an_end_of_text_token_is_dropped_where_the_text_goes_on(target, heads, m
 
 
 def test_a_template_that_rewrites_answers_keeps_the_cache_of_what_is_the_same(target, heads, widths):
-    tokenizer = tokenizer_with(  # earlier answers are shortened, as Qwen3's are without their thoughts
+    tokenizer = make_tokenizer(  # earlier answers are shortened, as Qwen3's are without their thoughts
         "{% for m in messages %}[{{ m.content[:9] if m.role == 'assistant' else m.content }}]{% endfor %}"
     )
     conversation = Conversation(target, tokenizer, heads, max_new_tokens=30)
@@ -408,7 +402,7 @@ def test_a_full_conversation_is_refused_and_goes_on_after_clear(target, heads):
 @pytest.mark.parametrize("at", [0, 1, 12])
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(target, heads, monkeypatch, with_heads, template, at):
     """At the forward of that number, in the middle of it: the next turn is plain generate's on what was said."""
-    tokenizer = tokenizer_with(template)
+    tokenizer = make_tokenizer(template)
     conversation = Conversation(target, tokenizer, heads if with_heads else None, max_new_tokens=30)
     conversation.answer("def f(x):", StepRecord())
     said_before = list(conversation.ids)
@@ -458,14 +452,15 @@ def state_of(learning: Path) -> dict:
 def files_with(text: str, folder: Path) -> list[Path]:
     """The files under `folder` that hold a part of `text`, as letters or as ids."""
     ids = make_tokenizer()(text).input_ids
-    parts = [ids[start : start + 8] for start in range(len(ids) - 7)]
     needles = [text[start : start + 12].encode() for start in range(len(text) - 11)]
-    for dtype in (torch.int16, torch.int32, torch.int64):
-        needles += [torch.tensor(part, dtype=dtype).numpy().tobytes() for part in parts]
-    lists = [",".join(map(str, part)).encode() for part in parts]
+    for start in range(len(ids) - 7):
+        part = torch.tensor(ids[start : start + 8])
+        needles += [part.to(dtype).numpy().tobytes() for dtype in (torch.int16, torch.int32, torch.int64)]
+        needles.append(",".join(map(str, part.tolist())).encode())
 
     def holds(data: bytes) -> bool:
-        return any(each in data for each in needles) or any(each in b"".join(data.split()) for each in lists)
+        squeezed = b"".join(data.split())
+        return any(needle in data or needle in squeezed for needle in needles)
 
     return [path for path in folder.rglob("*") if path.is_file() and holds(path.read_bytes())]
 

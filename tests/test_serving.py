@@ -137,7 +137,7 @@ def _lives_on(request: pytest.FixtureRequest) -> Iterator[None]:
 # ---------------------------------------------------------------------- what clients get
 
 
-def test_a_completion_streamed_or_not_equals_plain_generates_and_drafts_are_accepted(served: Served) -> None:
+def test_a_completion_streamed_or_not_equals_plain_generates_and_drafts_are_accepted(served):
     before, plain = served.speculation(), served.plain(PROMPT, 40)
     answer = served.asked(max_tokens=40).choices[0]
     assert (answer.text, answer.finish_reason) == (plain, "length")
@@ -152,7 +152,7 @@ def test_a_completion_streamed_or_not_equals_plain_generates_and_drafts_are_acce
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_answer_equals_plain_generates_text_of_the_messages(served: Served, stream: bool) -> None:
+def test_a_chat_answer_equals_plain_generates_text_of_the_messages(served, stream):
     said = (("user", "def f"), ("assistant", "x"), ("user", "for x in"))
     messages = [{"role": role, "content": content} for role, content in said]
     answer = served.chat(messages, 24, stream=stream)
@@ -160,7 +160,7 @@ def test_a_chat_answer_equals_plain_generates_text_of_the_messages(served: Serve
     assert "".join(part.content or "" for part in parts) == served.plain(messages, 24)
 
 
-def test_a_response_streamed_or_not_equals_plain_generates_text_of_its_input(served: Served) -> None:
+def test_a_response_streamed_or_not_equals_plain_generates_text_of_its_input(served):
     events = list(served.client.responses.create(model=NAME, input="for x in", max_output_tokens=24, stream=True))
     whole = served.client.responses.create(model=NAME, input="for x in", max_output_tokens=24)
     assert whole.output_text == served.plain([{"role": "user", "content": "for x in"}], 24)
@@ -170,7 +170,7 @@ def test_a_response_streamed_or_not_equals_plain_generates_text_of_its_input(ser
     assert events[-1].response.usage == whole.usage
 
 
-def test_several_clients_at_once_get_their_own_text(served: Served) -> None:
+def test_several_clients_at_once_get_their_own_text(served):
     def ask(place: int) -> str:
         text = TEXTS[place % len(TEXTS)]
         if place % 2:
@@ -182,7 +182,7 @@ def test_several_clients_at_once_get_their_own_text(served: Served) -> None:
     assert answers == [served.plain(TEXTS[place % len(TEXTS)], 20) for place in range(12)]
 
 
-def test_a_stop_text_ends_an_answer_wherever_its_tokens_end(served: Served) -> None:
+def test_a_stop_text_ends_an_answer_wherever_its_tokens_end(served):
     whole = served.plain(PROMPT, 60)
     for begin in range(0, 40, 7):
         stop = whole[begin : begin + 3]
@@ -195,13 +195,13 @@ def test_a_stop_text_ends_an_answer_wherever_its_tokens_end(served: Served) -> N
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def test_an_answer_ends_at_the_targets_last_position_and_a_longer_prompt_is_refused(served: Served) -> None:
+def test_an_answer_ends_at_the_targets_last_position_and_a_longer_prompt_is_refused(served):
     assert served.asked("a" * 4090, max_tokens=100).usage.completion_tokens == 6
     with pytest.raises(openai.BadRequestError, match="the prompt has 5000 tokens, and the model is made for 4096"):
         served.asked("a" * 5000, stream=True)
 
 
-def test_a_body_that_is_too_large_is_refused(served: Served) -> None:
+def test_a_body_that_is_too_large_is_refused(served):
     """What fits follows the target's positions; what does not is not even read as JSON."""
     status, error = served.post("/v1/completions", {"model": NAME, "prompt": "a" * (8 * 16 * 4096 + (64 << 10))})
     assert status == 413
@@ -311,7 +311,7 @@ OF_GENERATION = "`generation_config` must be an object of settings"
         ({"input": "x", "previous_response_id": "y"}, "previous_response_id", "is not a field"),
     ],
 )
-def test_a_wrong_request_is_refused_with_the_reason(served: Served, body: Any, param: str | None, reason: str) -> None:
+def test_a_wrong_request_is_refused_with_the_reason(served, body, param, reason):
     by_field = {"prompt": "completions", "input": "responses", "": "chat/completions"}
     route = next(route for field, route in by_field.items() if field in str(body))
     status, error = served.post(f"/v1/{route}", body)
@@ -320,7 +320,7 @@ def test_a_wrong_request_is_refused_with_the_reason(served: Served, body: Any, p
     assert param is None or error["param"] == param
 
 
-def test_a_request_whose_content_type_is_not_json_is_refused(served: Served) -> None:
+def test_a_request_whose_content_type_is_not_json_is_refused(served):
     status, error = served.post("/v1/completions", text(), kind="text/plain")
     assert (status, error["param"]) == (400, "content-type")
     assert "must be 'application/json'" in error["message"]
@@ -331,7 +331,7 @@ def refusal(tokenizer: Any, route: str, body: dict[str, Any], positions: int = 4
     return json.loads(preparing.answer(tokenizer, rules, route, json.dumps(body).encode()))["refused"]
 
 
-def test_a_prompt_that_cannot_be_rendered_or_tokenised_is_refused(served: Served) -> None:
+def test_a_prompt_that_cannot_be_rendered_or_tokenised_is_refused(served):
     """The model's own template cannot render the messages, or the tokenizer raises."""
     tokenizer, body = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path), chat(content="x")
     without = refusal(tokenizer, asked.CHAT, body)
@@ -343,7 +343,7 @@ def test_a_prompt_that_cannot_be_rendered_or_tokenised_is_refused(served: Served
     assert raised in refusal(None, asked.COMPLETIONS, text())["message"]
 
 
-def test_a_failure_of_the_server_is_an_error_of_openais_form(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_server_is_an_error_of_openais_form(served, monkeypatch):
     fails = Mock(side_effect=RuntimeError("a secret"))
     with monkeypatch.context() as patched:
         patched.setattr(answering, "StopTexts", fails)
@@ -366,16 +366,14 @@ def rendered(served: Served, template: str) -> str:
     return served.chat([{"role": "user", "content": "x"}], 8, extra_body=extra).choices[0].message.content
 
 
-def test_a_clients_template_is_rendered_where_the_operator_allows_it(open_served: Served) -> None:
+def test_a_clients_template_is_rendered_where_the_operator_allows_it(open_served):
     assert rendered(open_served, "{{ word }}") == open_served.plain("if a", 8)
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def test_a_template_that_takes_long_is_ended_and_others_are_answered(
-    open_served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_takes_long_is_ended_and_others_are_answered(open_served, monkeypatch):
     monkeypatch.setattr(preparing, "SECONDS", 1.0)
     answered = 0
     with ThreadPoolExecutor(1) as client:
@@ -391,12 +389,12 @@ def test_a_template_that_takes_long_is_ended_and_others_are_answered(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux")
-def test_a_template_that_takes_too_much_memory_is_refused(open_served: Served) -> None:
+def test_a_template_that_takes_too_much_memory_is_refused(open_served):
     with pytest.raises(openai.BadRequestError, match=r"cannot render them \(MemoryError"):
         rendered(open_served, "{{ ('a' * 3000000000) | length }}")
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(served: Served) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(served):
     tokenizer = Mock(side_effect=AssertionError("tokenised"))
     refused = refusal(tokenizer, asked.COMPLETIONS, text(prompt="é" * 81), positions=10)
     assert (refused["param"], refused["code"]) == ("prompt", "context_length_exceeded")
@@ -407,7 +405,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(served: Serv
     assert "`messages`: the prompt has 700" in error["message"]
 
 
-def test_a_request_beyond_the_longest_queue_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_beyond_the_longest_queue_is_refused(served, monkeypatch):
     monkeypatch.setattr(serving, "MOST_WAITING", 1)
     next(iter(stream := served.asked(max_tokens=4000, stream=True)))
     assert served.speculation()["waiting"] == 1
@@ -420,7 +418,7 @@ def test_a_request_beyond_the_longest_queue_is_refused(served: Served, monkeypat
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_whose_clients_have_gone_are_cancelled(served: Served, stream: bool) -> None:
+def test_requests_whose_clients_have_gone_are_cancelled(served, stream):
     """The one that is answered, and those that wait."""
     before, clients = served.speculation(), []
     for _ in range(6):
@@ -435,7 +433,7 @@ def test_requests_whose_clients_have_gone_are_cancelled(served: Served, stream: 
     assert after["requests"] == before["requests"]
 
 
-def test_a_client_that_goes_before_its_body_is_sent_leaves_no_request(served: Served) -> None:
+def test_a_client_that_goes_before_its_body_is_sent_leaves_no_request(served):
     client = http.client.HTTPConnection("127.0.0.1", served.port, timeout=30)
     client.putrequest("POST", "/v1/completions")
     client.putheader("content-type", "application/json")
@@ -448,7 +446,7 @@ def test_a_client_that_goes_before_its_body_is_sent_leaves_no_request(served: Se
 # ---------------------------------------------------------------------- seeds
 
 
-def test_a_seed_gives_plain_generates_sample_with_several_clients_at_once(served: Served) -> None:
+def test_a_seed_gives_plain_generates_sample_with_several_clients_at_once(served):
     alone = [served.sampled(seed) for seed in range(8)]
     assert len({*alone}) == 8
     torch.manual_seed(5)
@@ -457,7 +455,7 @@ def test_a_seed_gives_plain_generates_sample_with_several_clients_at_once(served
         assert list(clients.map(served.sampled, range(8))) == alone
 
 
-def test_a_seed_does_not_fix_the_text_after_it(served: Served) -> None:
+def test_a_seed_does_not_fix_the_text_after_it(served):
     after = []
     for _ in range(2):
         served.sampled(5, 1)
@@ -465,7 +463,7 @@ def test_a_seed_does_not_fix_the_text_after_it(served: Served) -> None:
     assert after[0] != after[1]
 
 
-def test_a_temperature_above_zero_samples(served: Served) -> None:
+def test_a_temperature_above_zero_samples(served):
     assert len({served.asked(temperature=1.5, seed=seed).choices[0].text for seed in range(4)}) == 4
     assert served.asked(temperature=0, seed=5).choices[0].text == served.plain(PROMPT, 24)
 
@@ -475,7 +473,7 @@ def test_a_temperature_above_zero_samples(served: Served) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/speculation", "/v1/nothing", "/docs"])
 @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer sesam"}, {"Authorization": "sesame"}])
-def test_every_route_but_health_asks_for_the_key(open_served: Served, path: str, header: dict[str, str]) -> None:
+def test_every_route_but_health_asks_for_the_key(open_served, path, header):
     assert open_served.get("/health") == {"status": "ok"}
     with pytest.raises(urllib.error.HTTPError) as refused:
         open_served.get(path, **header)
@@ -484,9 +482,7 @@ def test_every_route_but_health_asks_for_the_key(open_served: Served, path: str,
     assert "`authorization` must be 'Bearer KEY'" in error["message"]
 
 
-def test_a_request_without_the_key_is_refused_and_the_right_key_lists_the_model(
-    open_served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_without_the_key_is_refused_and_the_right_key_lists_the_model(open_served, monkeypatch):
     """Keys are compared in constant time."""
     status, error = open_served.post("/v1/completions", text())
     assert (status, error["param"]) == (401, "authorization")
@@ -496,7 +492,7 @@ def test_a_request_without_the_key_is_refused_and_the_right_key_lists_the_model(
 
 
 @pytest.mark.parametrize("key", ["", "two words", "clé"])
-def test_a_key_that_no_header_can_hold_is_refused(start: Callable[..., Any], key: str) -> None:
+def test_a_key_that_no_header_can_hold_is_refused(start, key):
     with pytest.raises(ValueError, match="`api_key` must be one or more printable ASCII characters"):
         start(api_key=key)
 
@@ -504,7 +500,7 @@ def test_a_key_that_no_header_can_hold_is_refused(start: Callable[..., Any], key
 # ---------------------------------------------------------------------- the shapes of answers
 
 
-def test_an_answer_has_its_usage_and_the_requests_id(served: Served) -> None:
+def test_an_answer_has_its_usage_and_the_requests_id(served):
     answer = served.asked(max_tokens=9, extra_headers={"x-request-id": "mine-1"})
     usage = answer.usage
     assert (answer.id, usage.completion_tokens) == ("mine-1", 9)
@@ -514,12 +510,12 @@ def test_an_answer_has_its_usage_and_the_requests_id(served: Served) -> None:
     assert chunks[0].id != "not mine!"
 
 
-def test_a_suffix_is_appended_to_the_text(served: Served) -> None:
+def test_a_suffix_is_appended_to_the_text(served):
     assert served.asked(max_tokens=9, suffix=" end").choices[0].text == served.plain(PROMPT, 9) + " end"
     assert [chunk.choices[0].text for chunk in served.asked(max_tokens=9, suffix=" end", stream=True)][-2] == " end"
 
 
-def test_text_parts_and_tool_calls_reach_the_chat_template(served: Served) -> None:
+def test_text_parts_and_tool_calls_reach_the_chat_template(served):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     read = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [
@@ -555,7 +551,7 @@ TOLD = [
 ]
 
 
-def test_reasoning_and_tool_calls_have_the_shapes_of_openai() -> None:
+def test_reasoning_and_tool_calls_have_the_shapes_of_openai():
     """Whole and in pieces, read with the official client's own types."""
     ended = answering.Ended(7, is_full=False)
     whole = ChatCompletion.model_validate(wire.Chat("m", "r", 3, None).whole(TOLD, ended))
@@ -597,7 +593,7 @@ def told_of(parser: Any, tokenizer: Any, text: str, stream: bool = True) -> list
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_parser_of_transformers_separates_reasoning_from_text(served: Served, stream: bool) -> None:
+def test_the_parser_of_transformers_separates_reasoning_from_text(served, stream):
     tokenizer = AutoTokenizer.from_pretrained(served.tokenizer.name_or_path)
     thinking = {"open": "(", "close": ")", "content": "text"}
     fields = {"reasoning_content": thinking, "content": {"content": "text"}}
@@ -611,7 +607,7 @@ def test_the_parser_of_transformers_separates_reasoning_from_text(served: Served
     assert (len(told) > 2) == stream
 
 
-def test_an_invalid_tool_call_is_answered_as_text(served: Served) -> None:
+def test_an_invalid_tool_call_is_answered_as_text(served):
     """The parser raises at it, as transformers' `ResponseParser` does."""
 
     def feed(text: str) -> list[dict[str, Any]]:
@@ -624,19 +620,19 @@ def test_an_invalid_tool_call_is_answered_as_text(served: Served) -> None:
     assert "".join(told.text for told in told_of(parser, served.tokenizer, "a = x[")) == "a = x["
 
 
-def test_answers_without_a_parser_are_plain_text(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_a_parser_are_plain_text(served, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
     assert private_api.response_parser(served.tokenizer, served.target, [5], None) is None
     messages = chat(content="x")["messages"]
     assert served.chat(messages, 9).choices[0].message.content == served.plain(messages, 9)
 
 
-def test_completions_are_not_parsed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completions_are_not_parsed(served, monkeypatch):
     monkeypatch.setattr(answering, "response_parser", lambda *_: pytest.fail("parsed"))
     assert served.asked(max_tokens=9).choices[0].text == served.plain(PROMPT, 9)
 
 
-def test_a_tool_call_is_sent_only_when_it_is_whole() -> None:
+def test_a_tool_call_is_sent_only_when_it_is_whole():
     call = {"function": {"name": "f", "arguments": {"x": 1}}}
     events = [
         {"type": "region_open", "field": "tool_calls"},
@@ -647,14 +643,14 @@ def test_a_tool_call_is_sent_only_when_it_is_whole() -> None:
 
 
 @pytest.mark.parametrize("path", ["/reset", "/load_model", "/v1/audio/transcriptions"])
-def test_models_cannot_be_loaded_or_unloaded_by_clients(served: Served, path: str) -> None:
+def test_models_cannot_be_loaded_or_unloaded_by_clients(served, path):
     assert served.post(path, b'{"model": "org/another"}')[0] == 404
 
 
 # ---------------------------------------------------------------------- the command
 
 
-def test_learning_pauses_for_requests_and_stops_with_the_server(folder: Path) -> None:
+def test_learning_pauses_for_requests_and_stops_with_the_server(folder):
     """The teacher never comes to an end by himself."""
     target, tokenizer, heads = parts_of(folder)
     idle_step = Mock(side_effect=lambda: time.sleep(0.001) or True)
@@ -667,7 +663,7 @@ def test_learning_pauses_for_requests_and_stops_with_the_server(folder: Path) ->
             wait_until(lambda: idle_step.called, "it did not learn after the request")
 
 
-def test_heads_learn_between_requests(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_learn_between_requests(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(online, "LEAST", 40)
     target, tokenizer, heads = parts_of(folder)
     app = serving.make_app(target, tokenizer, heads, NAME)
@@ -700,25 +696,21 @@ def serve(monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> Callable[
     return call
 
 
-def test_serve_with_learn_serves_heads_that_learn(
-    serve: Callable[..., Any], models: list[str], tmp_path: Path
-) -> None:
+def test_serve_with_learn_serves_heads_that_learn(serve, models, tmp_path):
     served = serve(*models[:2], "--learn", str(tmp_path / "mine"), "--num-assistant-tokens", "5")
     assert served.learner.folder == tmp_path / "mine"
     assert served.target.generation_config.num_assistant_tokens == 5
     assert CloverHeads.from_pretrained(tmp_path / "mine").generation_config.num_assistant_tokens is None
 
 
-def test_the_command_serves_the_target_with_its_heads(
-    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any], models: list[str]
-) -> None:
+def test_the_command_serves_the_target_with_its_heads(monkeypatch, run, models):
     monkeypatch.setattr(uvicorn, "run", ran := Mock())
     assert run("serve", *models, "--port", "8123", "--num-assistant-tokens", "5").code == 0
     assert (ran.call_args.kwargs["host"], ran.call_args.kwargs["port"]) == ("localhost", 8123)
     assert "/v1/chat/completions" in {route.path for route in ran.call_args.args[0].routes}
 
 
-def test_serve_with_remember_gives_the_heads_a_text_memory(serve: Callable[..., Any], models: list[str]) -> None:
+def test_serve_with_remember_gives_the_heads_a_text_memory(serve, models):
     assert serve(*models).heads.text_memory is None
     assert serve(*models, "--remember", "100").heads.text_memory.most_tokens == 100
 
@@ -744,9 +736,7 @@ def test_serve_takes_the_key_from_its_options_or_the_environment(
     assert ("0.0.0.0 without a key" in served.err) == ("without a key" in served.err) == is_warned_of
 
 
-def test_serve_refuses_what_it_cannot_do_with_the_way_out(
-    run: Callable[..., Any], models: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_refuses_what_it_cannot_do_with_the_way_out(run, models, monkeypatch):
     def refusal(*words: str) -> str:
         said = run("serve", *words)
         assert said.code == 2

@@ -24,13 +24,15 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """`template`: of chats."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokens = ["<pad>", "</s>", *sorted(set(split.pre_tokenize_str(LETTERS)[0][0]))]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+    ends = {"pad_token": "<pad>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends, chat_template=template)
 
 
 def make_target(says: str = LETTERS) -> LlamaForCausalLM:
