@@ -270,22 +270,16 @@ def test_skipped_methods_and_other_tokens_are_noted_under_the_figure():
     assert [series["label"] for series in figure["panels"][0]["series"]] == ["plain", "clover-2"]
 
 
-def test_plot_writes_a_light_and_a_dark_picture(tmp_path):
+def test_plot_writes_a_light_and_a_dark_picture_and_leaves_the_users_settings_as_they_were(tmp_path):
+    before = dict(matplotlib.rcParams.copy()), matplotlib.get_backend(auto_select=False)
     source = tmp_path / "result.json"
     source.write_text(json.dumps(RESULTS["one setting"]))
     light, dark = plot(source)
+    assert (dict(matplotlib.rcParams.copy()), matplotlib.get_backend(auto_select=False)) == before
     assert (light, dark) == (tmp_path / "result.png", tmp_path / "result-dark.png")
     corners = [Image.open(path).convert("RGB").getpixel((2, 2)) for path in (light, dark)]
     assert corners == [(255, 255, 255), (13, 17, 23)]
     assert all(path.stat().st_size < 200_000 for path in (light, dark))
-
-
-def test_drawing_leaves_the_users_matplotlib_settings_as_they_were(tmp_path):
-    before = dict(matplotlib.rcParams.copy())
-    backend = matplotlib.get_backend(auto_select=False)
-    draw(RESULTS["experiment"]["figure"], tmp_path / "x.png", dark=True)
-    assert dict(matplotlib.rcParams.copy()) == before
-    assert matplotlib.get_backend(auto_select=False) == backend
 
 
 def test_matplotlib_is_not_imported_before_something_is_drawn():

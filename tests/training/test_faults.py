@@ -227,35 +227,29 @@ def test_a_run_killed_twice_loses_nothing_before_its_last_checkpoint(unbroken: A
 # ---------------------------------------------------------------------- broken checkpoints
 
 
-def cut(file: Path, share: float) -> None:
+def cut(file: Path, share: float = 0.5) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
 
 
-BROKEN = {  # a file, how much is left of it or what it says instead, and the message
-    "weights without their last byte": ("model.safetensors", 1 - 1e-6, "model.safetensors.*cut short"),
-    "empty weights": ("model.safetensors", 0, "model.safetensors.*cut short"),
-    "no weights": ("model.safetensors", None, "`model.safetensors` is missing"),
-    "optimizer cut": ("optimizer.pt", 0.9, "optimizer.pt.*cut short"),
-    "no optimizer": ("optimizer.pt", None, "`optimizer.pt` is missing.*save_only_model"),
-    "no scheduler": ("scheduler.pt", None, "`scheduler.pt` is missing"),
-    "random numbers cut": ("rng_state.pth", 0.5, "rng_state.pth.*cut short"),
-    "no trainer state": ("trainer_state.json", None, "`trainer_state.json` is missing"),
-    "trainer state cut": ("trainer_state.json", 0.5, "trainer_state.json.*cut short"),
-    "an empty object": ("trainer_state.json", "{}", "trainer_state.json.*empty"),
+BROKEN = {  # a file, what becomes of it, and the message
+    "weights without a byte": ("model.safetensors", lambda file: cut(file, 1 - 1e-6), "model.safetensors.*cut short"),
+    "empty weights": ("model.safetensors", lambda file: cut(file, 0), "model.safetensors.*cut short"),
+    "no weights": ("model.safetensors", Path.unlink, "`model.safetensors` is missing"),
+    "optimizer cut": ("optimizer.pt", cut, "optimizer.pt.*cut short"),
+    "no optimizer": ("optimizer.pt", Path.unlink, "`optimizer.pt` is missing.*save_only_model"),
+    "no scheduler": ("scheduler.pt", Path.unlink, "`scheduler.pt` is missing"),
+    "random numbers cut": ("rng_state.pth", cut, "rng_state.pth.*cut short"),
+    "no trainer state": ("trainer_state.json", Path.unlink, "`trainer_state.json` is missing"),
+    "trainer state cut": ("trainer_state.json", cut, "trainer_state.json.*cut short"),
+    "an empty object": ("trainer_state.json", lambda file: file.write_text("{}"), "trainer_state.json.*empty"),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_checkpoint_is_refused_by_name_and_nothing_is_written(kind: str, copied: Path) -> None:
-    name, left, message = BROKEN[kind]
-    file = copied / "checkpoint-6" / name
-    if left is None:
-        file.unlink()
-    elif isinstance(left, str):
-        file.write_text(left)
-    else:
-        cut(file, left)
+    name, spoil, message = BROKEN[kind]
+    spoil(copied / "checkpoint-6" / name)
     before = files_of(copied)
     with pytest.raises(ValueError, match=rf"checkpoint-6'` is not whole: .*{message}.*pass `True`"):
         make_run(copied).train(resume_from_checkpoint=str(copied / "checkpoint-6"))
@@ -266,7 +260,7 @@ def test_a_broken_checkpoint_is_refused_by_name_and_nothing_is_written(kind: str
 def test_a_run_resumes_before_a_broken_checkpoint_and_logs_it(
     unbroken: Any, copied: Path, transformers_log: pytest.LogCaptureFixture
 ) -> None:
-    cut(copied / "checkpoint-6" / "optimizer.pt", 0.5)
+    cut(copied / "checkpoint-6" / "optimizer.pt")
     assert_resumes_as(unbroken, copied)
     assert "checkpoint-6' is not whole (`optimizer.pt` is damaged or cut short" in transformers_log.text
     assert "training goes on from" in transformers_log.text
@@ -275,7 +269,7 @@ def test_a_run_resumes_before_a_broken_checkpoint_and_logs_it(
 
 def test_resuming_with_broken_checkpoints_only_is_an_error(copied: Path) -> None:
     for name in ("checkpoint-3", "checkpoint-6"):
-        cut(copied / name / "model.safetensors", 0.5)
+        cut(copied / name / "model.safetensors")
     with pytest.raises(ValueError, match=r"none of the \d checkpoints in .* is whole; in 'checkpoint-\d' `model.safe"):
         make_run(copied).train(resume_from_checkpoint=True)
 
@@ -319,7 +313,7 @@ def test_a_damaged_or_missing_shard_of_the_weights_is_noticed(copied: Path) -> N
     part = folder / "model-00001-of-00001.safetensors"
     shard(folder, part, part.name)
     assert what_is_broken(folder) is None
-    cut(part, 0.5)
+    cut(part)
     assert "`model.safetensors.index.json` is damaged or cut short" in what_is_broken(folder)
     part.unlink()
     assert part.name in what_is_broken(folder)
