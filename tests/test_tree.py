@@ -1,9 +1,10 @@
 """Draft trees: every grower against a plain-python reference, and what holds for any tree from any scores."""
 
+import copy
+import functools
 import math
 import random
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ steady = settings(derandomize=True, deadline=None, max_examples=100)
 seeds = st.integers(0, 2**32 - 1)
 ODD = (0.0, 1.0, -1.0, 50.0, -1e30, -math.inf, math.inf, math.nan)
 WIDE = 10_000
+SHAPE = ("tokens", "parents", "depths", "valid")
 
 
 class Table:
@@ -30,6 +32,7 @@ class Table:
         self.seed, self.vocabulary, self.rows, self.odd = seed, vocabulary, rows, odd
         self.root = torch.tensor([random.Random(f"{seed} {row}").randrange(vocabulary) for row in rows])
         self.paths = None
+        self.logits = functools.cache(self.logits)
 
     def logits(self, row, path):
         rng = random.Random(f"{self.seed} {row} {path}")
@@ -62,18 +65,11 @@ class Table:
 def assert_is_tree(tree: Tree, table: Table, budget: int) -> None:
     """Everything that the module's contract says of a tree."""
     assert tree.size - 1 <= budget
-    shape = (len(table.rows), tree.size)
-    for values in (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid):
-        assert values.shape == shape
-    assert torch.equal(tree.tokens[:, 0], table.root)
-    assert not tree.parents[:, 0].any()
-    assert not tree.depths[:, 0].any()
-    assert not tree.log_probs[:, 0].any()
-    assert tree.valid[:, 0].all()
+    every = (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid)
+    assert {values.shape for values in every} == {(len(table.rows), tree.size)}
     for row, name in enumerate(table.rows):
-        tokens, parents, depths, joint, valid = (
-            values[row].tolist() for values in (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.valid)
-        )
+        tokens, parents, depths, joint, valid = (values[row].tolist() for values in every)
+        assert (tokens[0], parents[0], depths[0], joint[0], valid[0]) == (table.root[row], 0, 0, 0.0, True)
         assert valid == sorted(valid, reverse=True), "the nodes that could not be filled come last"
         paths = [()]
         for node in range(1, tree.size):
@@ -99,7 +95,7 @@ def best_of(paths: dict[tuple[int, ...], float], count: int) -> dict[tuple[int, 
 
 
 def same_row(tree: Tree, row: int, other: Tree, other_row: int) -> None:
-    for name in ("tokens", "parents", "depths", "valid"):
+    for name in SHAPE:
         assert torch.equal(getattr(tree, name)[row], getattr(other, name)[other_row]), name
     torch.testing.assert_close(tree.log_probs[row], other.log_probs[other_row], rtol=0, atol=1e-5)
 
@@ -109,16 +105,16 @@ def growers(draw):
     """A grower with settings of its own -> `grow(expand, root, nodes, depth, vocabulary=...)`."""
     kind = draw(st.sampled_from(("global", "levels", "chain")))
     if kind == "global":
-        return partial(grow_global, beam_width=draw(st.integers(1, 6)), top_k=draw(st.integers(1, 6)))
+        return functools.partial(grow_global, beam_width=draw(st.integers(1, 6)), top_k=draw(st.integers(1, 6)))
     if kind == "levels":
         top_p, min_p = draw(st.sampled_from((0.3, 0.8, 1.0))), draw(st.sampled_from((0.0, 0.25, 0.9)))
-        return partial(grow_levels, top_p=top_p, min_p=min_p)
+        return functools.partial(grow_levels, top_p=top_p, min_p=min_p)
     return grow_chain
 
 
 GROWERS = {
-    "global": partial(grow_global, beam_width=3, top_k=3),
-    "levels": partial(grow_levels, top_p=0.99, min_p=0.0),
+    "global": functools.partial(grow_global, beam_width=3, top_k=3),
+    "levels": functools.partial(grow_levels, top_p=0.99, min_p=0.0),
     "chain": grow_chain,
 }
 
@@ -390,7 +386,7 @@ def test_a_draft_vocabulary_only_renames(grow, seed, size, depth, nodes):
     for row in (0, 1):
         expected = {tuple(names[token] for token in path): value for path, value in nodes_of(without, row).items()}
         assert nodes_of(renamed, row) == pytest.approx(expected, abs=1e-6)
-    for name in ("parents", "depths", "valid"):
+    for name in SHAPE[1:]:
         assert torch.equal(getattr(without, name), getattr(renamed, name))
 
 
@@ -436,22 +432,15 @@ def test_with_chain_replaces_the_chosen_rows_by_chains(grow, seed, nodes, chosen
     """The chosen rows are a chain of the padding token under their own root; the others are as they were."""
     table = Table(seed, 4, [0, 1, 2], odd=True)
     tree = grow(table, table.root, nodes, 3)
-    before = [values.clone() for values in (tree.tokens, tree.parents, tree.depths, tree.valid)]
+    before = copy.deepcopy(tree)
     mixed = with_chain(tree, torch.tensor(chosen), token=9)
-    size = tree.size
+    paths = chain_of(torch.cat((table.root[:, None], torch.full((3, tree.size - 1), 9)), dim=1))
     for row, is_chain in enumerate(chosen):
-        if is_chain:
-            assert mixed.tokens[row].tolist() == [int(table.root[row])] + [9] * (size - 1)
-            assert mixed.parents[row].tolist() == [0, *range(size - 1)]
-            assert mixed.depths[row].tolist() == list(range(size))
-            assert mixed.valid[row].all()
-            assert torch.equal(mixed.ancestors()[row], torch.ones(size, size, dtype=torch.bool).tril())
-        else:
-            for name in ("tokens", "parents", "depths", "valid", "log_probs"):
-                assert torch.equal(getattr(mixed, name)[row], getattr(tree, name)[row])
-            assert torch.equal(mixed.ancestors()[row], tree.ancestors()[row])
-    after = (tree.tokens, tree.parents, tree.depths, tree.valid)
-    assert all(torch.equal(old, new) for old, new in zip(before, after)), "the tree given is left alone"
+        expected = paths if is_chain else before
+        for name in SHAPE if is_chain else (*SHAPE, "log_probs"):
+            assert torch.equal(getattr(mixed, name)[row], getattr(expected, name)[row]), name
+        assert torch.equal(mixed.ancestors()[row], expected.ancestors()[row])
+        same_row(tree, row, before, row)
 
 
 def test_a_tree_moves_to_another_device_with_its_tensors():
