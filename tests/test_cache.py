@@ -8,6 +8,9 @@ import pytest
 import torch
 from helpers.cached_rows import Model, assert_holds, assert_rows, commit, fill, stage, states
 from helpers.llama_and_mistral import VOCABULARY, WINDOW, target_of
+from helpers.paths import path_of
+from helpers.trees import running
+from helpers.zoo import ragged_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig, StaticCache
@@ -117,23 +120,18 @@ def test_load_puts_the_entries_of_a_sliding_window_at_the_end():
 # ---------------------------------------------------------------------- a target's run
 
 
-TARGETS = ("llama", "mistral")
 SHAPES = {"one": (9,), "ragged": (9, 4, 7), "within the window": (2, 1)}
 NEW = 24
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["llama", "mistral"])
 def target(request):
     return target_of(request.param)
 
 
-def prompt_of(lengths):
+def prompt_of(shape):
     """A left-padded batch -> input_ids, attention_mask."""
-    rng = random.Random(str(lengths))
-    width = max(lengths)
-    ids = [[0] * (width - n) + [rng.randrange(1, VOCABULARY) for _ in range(n)] for n in lengths]
-    mask = [[0] * (width - n) + [1] * n for n in lengths]
-    return torch.tensor(ids), torch.tensor(mask)
+    return ragged_batch(VOCABULARY, SHAPES[shape]).values()
 
 
 def positions_of(mask):
@@ -145,10 +143,8 @@ def widened(mask, length):
     return torch.nn.functional.pad(mask, (0, length - mask.shape[1]), value=1)
 
 
-def run_over(target, mask, cache=None):
-    """A run whose prompt is seen through `mask` [B, T], and that goes on from `cache`."""
-    kwargs = dict(attention_mask=mask, position_ids=positions_of(mask), **{cache_name(): cache}, use_cache=True)
-    return TargetRun(target, GenerationConfig(max_length=100, pad_token_id=0), kwargs)
+def after_prompt(target, ids, mask):
+    return running(target, {"input_ids": ids, "attention_mask": mask})
 
 
 def generate(target, ids, mask, new, **kwargs):
@@ -213,11 +209,7 @@ def assert_nodes(target, tree, logits, texts):
     """Every valid node's logits are those of a plain forward over its row's text and its path -> their number."""
     for row, text in enumerate(texts):
         for node in tree.valid[row].nonzero().flatten().tolist():
-            path, above = [], node
-            while above:
-                path.insert(0, int(tree.tokens[row, above]))
-                above = int(tree.parents[row, above])
-            expected, _ = plain_forward(target, [*text, *path])
+            expected, _ = plain_forward(target, [*text, *path_of(tree, row, node)])
             torch.testing.assert_close(logits[row, node], expected, rtol=1e-4, atol=1e-4)  # fp32, another order
     return int(tree.valid.sum())
 
@@ -225,10 +217,10 @@ def assert_nodes(target, tree, logits, texts):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_of_trees_and_committed_entries_equal_plain_forwards(target, shape):
     """Every node's logits are those of its path alone, and the entries kept are those of the text alone."""
-    ids, mask = prompt_of(SHAPES[shape])
+    ids, mask = prompt_of(shape)
     truth = generate(target, ids, mask, NEW).sequences
     padding = (mask == 0).sum(1).tolist()
-    run, seen, checked = run_over(target, mask), Counter(), 0
+    seen, checked, until = Counter(), 0, ids.shape[1] + 15
 
     def text(row, length):
         return truth[row, padding[row] : length].tolist()
@@ -237,25 +229,22 @@ def test_logits_of_trees_and_committed_entries_equal_plain_forwards(target, shap
         nonlocal checked
         checked += assert_nodes(target, tree, logits, [text(row, length + 1) for row, length in enumerate(lengths)])
 
-    with run.open(), torch.no_grad():
-        first = run.prefill(ids)
-        assert torch.equal(first.argmax(-1)[:, 0], truth[:, ids.shape[1]])
-        advance(run, truth, ids.shape[1] + 15, seed=1, check=check, seen=seen)
+    with after_prompt(target, ids, mask) as run:
+        advance(run, truth, until, seed=1, check=check, seen=seen)
     assert checked > 20
     assert seen["moved"] > 0, seen
     assert seen[1] + seen[2] > 0, seen
     assert seen[3] + seen[4] + seen[5] > 0, seen
     for row in range(len(ids)):
-        _, expected = plain_forward(target, text(row, ids.shape[1] + 15))
-        for layer, (keys, values) in enumerate(expected):
-            ours = run.cache.export(layer, ids.shape[1] + 15)
-            torch.testing.assert_close(ours[0][row, :, padding[row] :], keys, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(ours[1][row, :, padding[row] :], values, rtol=1e-4, atol=1e-4)
+        _, expected = plain_forward(target, text(row, until))
+        for layer, pair in enumerate(expected):
+            ours = tuple(states[row, :, padding[row] :] for states in run.cache.export(layer, until))
+            torch.testing.assert_close(ours, pair, rtol=1e-4, atol=1e-4)
 
 
 def test_a_sliding_window_counts_depth_in_the_tree_and_not_nodes(target):
     """A path deeper than the window whose nodes do not stand next to each other: shallow ones before and between."""
-    ids, mask = prompt_of(SHAPES["ragged"])
+    ids, mask = prompt_of("ragged")
     parents = [0, 0, 0, 0, 3, 1, 4, 6, 6, 8, 9, 2, 10, 12]
     depths = [0]
     for parent in parents[1:]:
@@ -265,9 +254,7 @@ def test_a_sliding_window_counts_depth_in_the_tree_and_not_nodes(target):
     parents, depths = (torch.tensor(values).expand(3, -1) for values in (parents, depths))
     ones = torch.ones_like(tokens)
     tree = Tree(tokens, parents, depths, -ones.float(), ones.bool(), max_depth=int(depths.max()))
-    run = run_over(target, mask)
-    with run.open(), torch.no_grad():
-        run.prefill(ids)
+    with after_prompt(target, ids, mask) as run:
         logits = run.verify(tree)
         texts = [[*row[seen.bool()].tolist(), int(root)] for row, seen, root in zip(ids, mask, tokens[:, 0])]
         assert assert_nodes(target, tree, logits, texts) == tokens.numel()
@@ -300,21 +287,17 @@ def assert_same_cache(ours, theirs, mask, until):
 @pytest.mark.parametrize("new", [2, 4, 17])
 def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
     """A new cache: shorter or longer than the window, the same tokens as plain generate all along."""
-    ids, mask = prompt_of(SHAPES[shape])
+    ids, mask = prompt_of(shape)
     until = ids.shape[1] + new
     truth = generate(target, ids, mask, NEW).sequences
     assert len(set(truth[0, ids.shape[1] :].tolist())) > 6, "a text that wanders"
-    run = run_over(target, mask)
-    with run.open(), torch.no_grad():
-        run.prefill(ids)
+    with after_prompt(target, ids, mask) as run:
         advance(run, truth, until, seed=until)
     cache = run.hand_back(until)
     reference = DynamicCache(config=target.config)
+    seen = widened(mask, until)
     with torch.no_grad():
-        full_mask = widened(mask, until)
-        positions = positions_of(full_mask)
-        given = {"attention_mask": full_mask, "position_ids": positions, cache_name(): reference}
-        target(input_ids=truth[:, :until], **given)
+        target(truth[:, :until], attention_mask=seen, position_ids=positions_of(seen), **{cache_name(): reference})
     assert_same_cache(cache, reference, mask, until)
     left = truth.shape[1] - until - 1
     more = generate(target, truth[:, : until + 1], mask, left, **{cache_name(): cache})
@@ -323,40 +306,41 @@ def test_plain_generate_continues_from_a_cache_handed_back(target, shape, new):
 
 def test_a_cache_of_another_text_gives_other_tokens(target):
     """The comparison above is not blind: entries of another text give other tokens."""
-    ids, mask = prompt_of(SHAPES["ragged"])
+    ids, mask = prompt_of("ragged")
     truth = generate(target, ids, mask, NEW).sequences
-    run = run_over(target, mask)
-    with run.open(), torch.no_grad():
-        run.prefill(ids)
+    with after_prompt(target, ids, mask) as run:
         advance(run, truth.roll(1, dims=0), 20, seed=3)
     more = generate(target, truth[:, :21], mask, 10, **{cache_name(): run.hand_back(20)})
     assert not torch.equal(more.sequences, truth[:, :31])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "empty", "without config"])
+CACHES = {
+    "dynamic": lambda config: DynamicCache(config=config),
+    "static": lambda config: StaticCache(config=config, max_cache_len=64),
+    "without config": lambda config: DynamicCache(),
+}
+
+
+@pytest.mark.parametrize(("kind", "turn"), [("dynamic", 0), *((kind, turn) for kind in CACHES for turn in (3, 16))])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("turn", [3, 16])
 def test_turns_with_and_without_drafts_share_the_users_cache(target, kind, shape, turn):
     """Plain generate, then ours from its cache, then plain generate from ours: the user's own object all the way."""
-    ids, mask = prompt_of(SHAPES[shape])
-    if kind == "static":
-        cache = StaticCache(config=target.config, max_cache_len=64)
-    else:
-        cache = DynamicCache(config=None if kind == "without config" else target.config)
-    said = ids
-    if kind != "empty":
-        said = generate(target, ids, mask, turn, **{cache_name(): cache}).sequences
+    ids, mask = prompt_of(shape)
+    cache = CACHES[kind](target.config)
+    said = generate(target, ids, mask, turn, **{cache_name(): cache}).sequences if turn else ids
     question = torch.tensor([[3, 17, 8]]).expand(len(ids), -1) + torch.arange(len(ids))[:, None]
     asked = torch.cat((said, question), dim=1)
     asked_mask = widened(mask, asked.shape[1])
     truth = generate(target, asked, mask, NEW).sequences  # without any cache from before
 
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers if layer.is_initialized]
-    run, until = run_over(target, asked_mask, cache), asked.shape[1] + 11
+    kwargs = dict(attention_mask=asked_mask, position_ids=positions_of(asked_mask), use_cache=True)
+    run = TargetRun(target, GenerationConfig(max_length=100, pad_token_id=0), {**kwargs, cache_name(): cache})
+    until = asked.shape[1] + 11
     with run.open(), torch.no_grad():
         first = run.prefill(asked)
         assert torch.equal(first.argmax(-1)[:, 0], truth[:, asked.shape[1]])
-        new = asked.shape[1] - (said.shape[1] - 1 if kind != "empty" else 0)
+        new = asked.shape[1] - (said.shape[1] - 1 if turn else 0)
         assert run.hidden.shape[1] == new, "only what the cache does not hold is computed"
         advance(run, truth, until, seed=turn)
     for layer, (keys, values) in zip(cache.layers, before):
@@ -371,12 +355,10 @@ def test_turns_with_and_without_drafts_share_the_users_cache(target, kind, shape
 
 def test_a_chain_brings_rows_of_different_lengths_to_one_length(target):
     """`chain_of`, rows with different numbers of entries kept: how rows are brought to one length at the end."""
-    ids, mask = prompt_of(SHAPES["ragged"])
+    ids, mask = prompt_of("ragged")
     truth = generate(target, ids, mask, NEW).sequences
     width, gaps = ids.shape[1], [6, 0, 3]
-    run = run_over(target, mask)
-    with run.open(), torch.no_grad():
-        run.prefill(ids)
+    with after_prompt(target, ids, mask) as run:
         run.verify(chain_of(truth[:, width : width + 6]))
         run.commit([range(6 - gap) for gap in gaps])
         starts = torch.tensor(run.cache.lengths)[:, None]

@@ -17,33 +17,44 @@ from hf_clover.decoding.graphs import Graphs
 CPU = torch.device("cpu")
 
 
+def stage(cache, model, entries):
+    """Write `entries` per row, and as many for rows that fill a graph up -> their numbers."""
+    rows = len(model.rows)
+    new = model.new(entries)[:rows]
+    seen, columns = cache.look_at(entries)
+    assert rows <= seen
+    assert columns >= max(cache.lengths) + entries
+    with cache.staged(entries):
+        cache.slots.index = cache.slots.starts + torch.arange(entries)
+        for layer in range(2):
+            got = cache.update(*states(new + new[:1] * (seen - rows), layer), layer)
+            for row, (old, staged) in enumerate(zip(model.rows, new, strict=True)):
+                wanted = states([old + staged], layer)
+                assert all(torch.equal(g[row, :, : w.shape[2]], w[0]) for g, w in zip(got, wanted, strict=True))
+    return new
+
+
+def commit(data, cache, model, new):
+    paths = [data.draw(st.sets(st.integers(0, len(entries) - 1)).map(sorted)) for entries in new]
+    cache.commit(paths)
+    for row, path in enumerate(paths):
+        model.rows[row] += [new[row][place] for place in path]
+
+
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(st.data())
 def test_the_static_cache_holds_what_a_list_of_lists_holds(data):
     """As in `test_cache.py` for the growing cache. What a commit moves is in place after a forward or in an export."""
     batch = data.draw(st.integers(1, 3))
-    cache, model = StaticTreeCache(2, batch, 512, Graphs(torch.device("cpu"), "Forwards")), Model(batch)
+    cache, model = StaticTreeCache(2, batch, 512, Graphs(CPU, "Forwards")), Model(batch)
     fill(cache, model, data.draw(st.integers(1, 6)))
     cache.finish_filling(batch)
     places = [layer.keys.data_ptr() for layer in cache.layers]
     for entries in data.draw(st.lists(st.integers(1, MOVES + 4), min_size=1, max_size=5)):
-        new = model.new(entries)
-        cache.look_at(entries)
-        cache.slots.seen_rows = batch  # and none that is to fill a graph up
-        with cache.staged(entries):
-            cache.slots.index = cache.slots.starts + torch.arange(entries)
-            for layer in range(2):
-                got = cache.update(*states(new, layer), layer)
-                for row, (old, staged) in enumerate(zip(model.rows, new, strict=True)):
-                    wanted = states([old + staged], layer)
-                    assert all(torch.equal(g[row, :, : w.shape[2]], w[0]) for g, w in zip(got, wanted, strict=True))
-            cache.slots.index = None
+        new = stage(cache, model, entries)
         if data.draw(st.integers(0, 3)) == 0:
             continue  # never committed
-        paths = [data.draw(st.sets(st.integers(0, entries - 1)).map(sorted)) for _ in range(batch)]
-        cache.commit(paths)
-        for row, path in enumerate(paths):
-            model.rows[row] += [new[row][place] for place in path]
+        commit(data, cache, model, new)
         if data.draw(st.booleans()):
             assert_holds(cache, model)
     assert_holds(cache, model)
@@ -64,20 +75,7 @@ def test_the_static_cache_is_right_after_rows_leave_and_texts_outgrow_it(data):
                 kept = sorted(data.draw(st.sets(st.integers(0, len(model.rows) - 1), min_size=1)))
                 cache.keep_rows(kept)
                 model.rows = [model.rows[row] for row in kept]
-            rows = len(model.rows)
-            new = model.new(entries)[:rows]
-            seen, columns = cache.look_at(entries)
-            assert rows <= seen <= batch
-            assert columns >= max(cache.lengths) + entries
-            filled = new + new[:1] * (seen - rows)
-            with cache.staged(entries):
-                cache.slots.index = cache.slots.starts + torch.arange(entries)
-                for layer in range(2):
-                    cache.update(*states(filled, layer), layer)
-            paths = [data.draw(st.sets(st.integers(0, entries - 1)).map(sorted)) for _ in range(rows)]
-            cache.commit(paths)
-            for row, path in enumerate(paths):
-                model.rows[row] += [new[row][place] for place in path]
+            commit(data, cache, model, stage(cache, model, entries))
         assert_holds(cache, model)
 
 
