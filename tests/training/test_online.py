@@ -44,6 +44,11 @@ def learner_of(target, heads=None, **options) -> OnlineLearner:
     return OnlineLearner(heads, target, **{"share": 1.0, **options})
 
 
+@pytest.fixture
+def learner(target) -> OnlineLearner:
+    return learner_of(target)
+
+
 def write(target, learner, prompt=PROMPT, **options):
     options = {"max_new_tokens": 30, "eos_token_id": None, "num_assistant_tokens": 6, **options}
     return target.generate(prompt, assistant_model=learner.heads, **options)
@@ -91,8 +96,7 @@ def test_the_first_fit_finds_a_linear_map_between_states(target, monkeypatch):
     assert FirstFit.of(Eagle3Heads.from_target(target)) is None
 
 
-def test_new_heads_are_fitted_at_first_and_then_trained_whole(target):
-    learner = learner_of(target)
+def test_new_heads_are_fitted_at_first_and_then_trained_whole(target, learner):
     layers = [each.entry_decoder.fc.weight for each in (learner.heads, learner.student)]
     before = layers[0].clone()
     with learner:
@@ -134,8 +138,8 @@ def test_recorded_states_of_a_batch_equal_those_of_one_forward_per_text(target, 
         assert torch.allclose(document.states.float(), states[:-1], rtol=2e-2, atol=2e-2)
 
 
-def test_a_conversation_is_one_document_of_which_the_first_turn_is_known(target):
-    learner, heard, cache = learner_of(target), [], DynamicCache(config=target.config)
+def test_a_conversation_is_one_document_of_which_the_first_turn_is_known(target, learner):
+    heard, cache = [], DynamicCache(config=target.config)
     with learner:
         learner.lessons.add = heard.extend
         first = write(target, learner, **{cache_name(): cache})
@@ -145,9 +149,8 @@ def test_a_conversation_is_one_document_of_which_the_first_turn_is_known(target)
     assert torch.equal(heard[1].next_tokens, second[0, 1:])
 
 
-def test_rows_that_leave_the_batch_are_recorded_to_their_end(target):
-    learner, heard = learner_of(target), []
-    prompt = torch.cat([PROMPT + row for row in range(5)])
+def test_rows_that_leave_the_batch_are_recorded_to_their_end(target, learner):
+    heard, prompt = [], torch.cat([PROMPT + row for row in range(5)])
     ending = int(target.generate(PROMPT, max_new_tokens=8, eos_token_id=None)[0, -4])
     with learner:
         learner.lessons.add = heard.extend
@@ -158,8 +161,7 @@ def test_rows_that_leave_the_batch_are_recorded_to_their_end(target):
         assert torch.equal(document.next_tokens, text[1 : len(document) + 1])
 
 
-def test_an_open_learner_lets_heads_copy_from_earlier_texts(target):
-    learner = learner_of(target)
+def test_an_open_learner_lets_heads_copy_from_earlier_texts(target, learner):
     learner.heads.config.draft_copies = 8
     with learner:
         accepted = []
@@ -176,8 +178,8 @@ def test_an_open_learner_lets_heads_copy_from_earlier_texts(target):
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_tokens_equal_plain_while_drafts_get_better(target, do_sample):
-    learner, heard, accepted = learner_of(target), [], []
+def test_tokens_equal_plain_while_drafts_get_better(target, learner, do_sample):
+    heard, accepted = [], []
     options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": do_sample}
     torch.manual_seed(0)
     plain = target.generate(PROMPT, **options)
@@ -205,8 +207,7 @@ def test_a_packed_target_can_be_learned_from(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_learning_works_under_the_callers_autocast(target, dtype):
-    learner = learner_of(target)
+def test_learning_works_under_the_callers_autocast(target, learner, dtype):
     with learner, torch.autocast("cpu", dtype):
         plain = plain_of(target)
         for _ in range(3):
@@ -216,8 +217,7 @@ def test_learning_works_under_the_callers_autocast(target, dtype):
     assert all(weight.dtype == torch.float32 for weight in learner.heads.parameters())
 
 
-def test_learning_works_in_inference_mode(target):
-    learner = learner_of(target)
+def test_learning_works_in_inference_mode(target, learner):
     with torch.inference_mode(), learner:
         write(target, learner)
     assert learner.steps == 1
@@ -252,8 +252,8 @@ def test_idle_time_is_used_for_learning_without_a_limit(target):
         assert learner.steps > 0
 
 
-def test_two_threads_may_share_a_learner(target):
-    learner, plain = learner_of(target), plain_of(target)
+def test_two_threads_may_share_a_learner(target, learner):
+    plain = plain_of(target)
     with learner, ThreadPoolExecutor(2) as pool:
         texts = list(pool.map(lambda _: [write(target, learner) for _ in range(5)], range(2)))
     assert all(torch.equal(text, plain) for of in texts for text in of)
@@ -286,8 +286,7 @@ def test_heads_that_were_trained_in_this_process_learn_more_slowly_than_new_ones
     assert OnlineLearner(heads, target).pace.rate_then == online.RATE_OF_TRAINED
 
 
-def test_a_resting_learner_changes_no_weight(target):
-    learner = learner_of(target)
+def test_a_resting_learner_changes_no_weight(target, learner):
     learner.pace.is_resting = True
     before = weights_of(learner.heads)
     with learner:
@@ -389,7 +388,6 @@ def test_emitted_ids_replace_unused_ids_of_the_draft_vocabulary(target):
 
 
 def test_new_heads_are_made_without_using_the_callers_random_numbers(target):
-    torch.manual_seed(7)
     state = torch.get_rng_state()
     learner = OnlineLearner(None, target)
     assert torch.equal(torch.get_rng_state(), state)
@@ -406,8 +404,7 @@ def test_the_record_has_an_entry_for_each_call(target):
 # ---------------------------------------------------------------------- what can go wrong
 
 
-def test_a_step_that_gives_nan_is_dropped(target, monkeypatch, caplog):
-    learner = learner_of(target)
+def test_a_step_that_gives_nan_is_dropped(target, learner, monkeypatch, caplog):
     learner.first_fit = None
     monkeypatch.setattr(online, "weighted_loss", lambda sums, *_: sums.sum() * float("nan"))
     before = weights_of(learner.heads)
@@ -419,9 +416,9 @@ def test_a_step_that_gives_nan_is_dropped(target, monkeypatch, caplog):
     assert torch.equal(weights_of(learner.student), before)
 
 
-def test_on_a_device_with_streams_a_step_has_one_of_its_own(target, monkeypatch):
+def test_on_a_device_with_streams_a_step_has_one_of_its_own(target, learner, monkeypatch):
     """Stand-ins for streams: a step begins after the kernels of `generate`, and its own are done when it returns."""
-    learner, device = learner_of(target), target.device
+    device = target.device
     learner.first_fit = None
     streams = MagicMock()
     streams.learn.side_effect = learner._learn
@@ -445,8 +442,10 @@ def test_on_a_device_with_streams_a_step_has_one_of_its_own(target, monkeypatch)
         (RuntimeError("something odd"), "Learning is off: a step failed (something odd)"),
     ],
 )
-def test_after_a_step_that_fails_learning_is_off_and_generate_goes_on(target, monkeypatch, caplog, error, said):
-    learner, plain = learner_of(target), plain_of(target)
+def test_after_a_step_that_fails_learning_is_off_and_generate_goes_on(
+    target, learner, monkeypatch, caplog, error, said
+):
+    plain = plain_of(target)
     monkeypatch.setattr(learner, "_learn", Mock(side_effect=error))
     with learner:
         for _ in range(2):
@@ -466,23 +465,20 @@ def test_a_full_disk_is_logged_and_generate_goes_on(target, tmp_path, monkeypatc
     assert (tmp_path / LEARNER).exists()
 
 
-def test_several_processes_are_refused(target, monkeypatch):
+def test_several_processes_are_refused(learner, monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(RuntimeError, match="`OnlineLearner` works in one process, and there are 2"):
-        learner_of(target).__enter__()
+        learner.__enter__()
 
 
-def test_another_target_is_refused(target):
-    learner, other = learner_of(target), make_target()
+def test_another_target_is_refused(learner):
     with learner, pytest.raises(ValueError, match="`assistant_model` learns from another target"):
-        write(other, learner)
+        write(make_target(), learner)
 
 
-def test_heads_learn_from_one_learner_at_a_time(target):
-    first = learner_of(target)
-    second = learner_of(target, first.heads)
-    with first, pytest.raises(ValueError, match="`heads` are learning already"), second:
+def test_heads_learn_from_one_learner_at_a_time(target, learner):
+    with learner, pytest.raises(ValueError, match="`heads` are learning already"), learner_of(target, learner.heads):
         pass
 
 
