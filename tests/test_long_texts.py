@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.both_ways import same_tokens
 from helpers.capturing import captures  # noqa: F401  (a fixture)
-from helpers.oracle import planted
 from helpers.parts import among_nodes, kernels, over_text  # noqa: F401  (one is a fixture)
 from helpers.trees import random_tree, running, walk_of
 from helpers.zoo import build, ragged_batch
@@ -175,13 +175,8 @@ def test_logits_in_two_parts_equal_those_by_the_mask(name, layers, dtype, tolera
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_tokens_of_long_texts_equal_plain(name, short, attended, captures):  # noqa: F811
     target = build(name, vocab_size=VOCABULARY)
-    heads, inputs = CloverHeads.from_target(target), ragged_batch(VOCABULARY, (5, 9, 3))
-    plain = target.generate(**inputs, max_new_tokens=90)
-    with planted(heads, plain, inputs["input_ids"].shape[1], 1):
-        drafting = {"assistant_model": heads, "num_assistant_tokens": 7, "return_dict_in_generate": True}
-        out = target.generate(**inputs, max_new_tokens=90, **drafting)
-    assert torch.equal(out.sequences, plain)
-    assert out.speculation.accepted_tokens > 50
+    options = {"more_than": 50, "max_new_tokens": 90, "num_assistant_tokens": 7}
+    same_tokens(target, CloverHeads.from_target(target), ragged_batch(VOCABULARY, (5, 9, 3)), **options)
     assert {64, 128} <= set(attended)
     assert captures.replayed > 0
 
@@ -193,10 +188,9 @@ def test_a_text_with_padding_inside_attends_by_masks(short, attended, captures):
     for gap in (0, 3, 0):
         mask = torch.ones_like(ids)
         mask[:, 20 : 20 + gap] = 0
-        inputs = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12}
-        plain = target.generate(**inputs)
         attended.clear()
-        assert torch.equal(target.generate(**inputs, assistant_model=heads, num_assistant_tokens=7), plain)
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        same_tokens(target, heads, inputs, -1, plant=False, max_new_tokens=12, num_assistant_tokens=7)
         used.append(bool(attended))
         assert memory_of(target).idle_cache.slots.has_gaps == bool(gap), "which each call says anew"
     assert captures.replayed > 0
