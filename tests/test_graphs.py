@@ -32,15 +32,15 @@ SHORT = ("clover-x", "eagle-3")  # kinds of heads
 DECODING = pytest.mark.long("hf_clover/decoding", "hf_clover/network")  # one kind of each is in the short set
 TREES = [name for name, case in ZOO.items() if case.route == "tree" and case.available]
 KINDS = {
-    "clover-x": ("clover-x", {}),
-    "clover-x, deeper than its heads": ("clover-x", {"num_heads": 2, "draft_depth": 6}),
-    "clover-2": ("clover-2", {}),
-    "clover": ("clover", {}),
-    "medusa": ("medusa", {}),
-    "levels": ("clover-2", {"draft_tree": "levels"}),
-    "draft vocabulary": ("clover-2", {"draft_vocab_size": 9}),
-    "eagle-3": ("eagle-3", {}),
-    "eagle-3 in levels": ("eagle-3", {"draft_tree": "levels", "num_hidden_layers": 2, "draft_vocab_size": 9}),
+    "clover-x": {},
+    "clover-x, deeper than its heads": {"num_heads": 2, "draft_depth": 6},
+    "clover-2": {"variant": "clover-2"},
+    "clover": {"variant": "clover"},
+    "medusa": {"variant": "medusa"},
+    "levels": {"variant": "clover-2", "draft_tree": "levels"},
+    "draft vocabulary": {"variant": "clover-2", "draft_vocab_size": 9},
+    "eagle-3": {},
+    "eagle-3 in levels": {"draft_tree": "levels", "num_hidden_layers": 2, "draft_vocab_size": 9},
 }
 
 
@@ -129,11 +129,12 @@ def test_tree_sizes_share_a_few_graphs(captures):  # noqa: F811
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_tokens_and_drafts_in_graphs_equal_those_of_an_eager_call(target, fitted, inputs, do_sample, captures):  # noqa: F811
-    """Later calls have the graphs already."""
+    """With `disable_compile` nothing is captured. Later calls have the graphs already."""
     common = {**inputs, "max_new_tokens": NEW, "do_sample": do_sample}
     plain, _ = told(target, **common)
     eager, its = told(target, **common, assistant_model=fitted, disable_compile=True)
     assert captures.made == 0
+    assert memory_of(target).idle_cache is None
     made = []
     for _ in range(3):
         tokens, mine = told(target, **common, assistant_model=fitted)
@@ -276,12 +277,6 @@ def test_weights_that_move_in_memory_are_captured_anew(target, heads, captures):
 
 
 # ---------------------------------------------------------------------- where nothing is captured
-
-
-def test_disable_compile_captures_no_graph(target, heads, inputs, captures):  # noqa: F811
-    told(target, **inputs, max_new_tokens=NEW, assistant_model=heads, disable_compile=True)
-    assert captures.made == 0
-    assert memory_of(target).idle_cache is None
 
 
 @pytest.mark.parametrize(
@@ -477,11 +472,8 @@ def assert_same_tree(mine, its):
 def test_drafts_in_graphs_equal_those_of_the_eager_drafter(target, kind, padded, captures, monkeypatch):  # noqa: F811
     """After a prompt, walks, a row that stood still, a rest that left more than may wait, and rows that left."""
     monkeypatch.setattr(drafter_module, "MOST_WAITING", 12)
-    variant, fields = KINDS[kind]
-    if variant == "eagle-3":
-        heads = Eagle3Heads.from_target(target, **fields).bind(target)
-    else:
-        heads = CloverHeads.from_target(target, variant, **fields).bind(target)
+    heads_class = Eagle3Heads if kind.startswith("eagle-3") else CloverHeads
+    heads = heads_class.from_target(target, **KINDS[kind]).bind(target)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in heads.parameters():
