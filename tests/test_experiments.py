@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from helpers.byte_tokens import byte_tokenizer
 from training.tiny import make_target
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -19,21 +19,15 @@ pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
 
 pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
-SPECIAL = ["<pad>", "<s>", "</s>"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose tokens are bytes, heads for it, and what the experiments leave."""
     folder = tmp_path_factory.mktemp("experiments")
-    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(folder / "target")
-    target = make_target(vocab_size=len(symbols), max_position_embeddings=2048)
+    tokenizer = byte_tokenizer(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder / "target")
+    target = make_target(vocab_size=len(tokenizer), max_position_embeddings=2048)
     target.save_pretrained(folder / "target")
     torch.manual_seed(0)
     CloverHeads.from_target(target).save_pretrained(folder / "heads")

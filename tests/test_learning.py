@@ -10,10 +10,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from helpers.byte_tokens import byte_tokenizer
 from helpers.oracle import drafting_by
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from training.tiny import make_target
-from transformers import PreTrainedTokenizerFast
 
 from hf_clover import CloverHeads, CloverTrainer
 from hf_clover.decoding.tree import chain_of
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.long("examples/experiments", "hf_clover/measure")
 
 pytest.importorskip("matplotlib")
 EXPERIMENTS = Path(__file__).resolve().parent.parent / "examples" / "experiments"
-SPECIAL = ["<pad>", "<s>", "</s>"]
 # One way to train each, so that nothing is tuned.
 SIZES = ["--toy", "--rates", "1e-2", "--muon-rates", "--seeds", "0"]
 
@@ -31,13 +29,9 @@ SIZES = ["--toy", "--rates", "1e-2", "--muon-rates", "--seeds", "0"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("learning")
-    symbols = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    fast.save_pretrained(folder / "tiny")
-    make_target(vocab_size=len(symbols), max_position_embeddings=2048).save_pretrained(folder / "tiny")
+    tokenizer = byte_tokenizer(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(folder / "tiny")
+    make_target(vocab_size=len(tokenizer), max_position_embeddings=2048).save_pretrained(folder / "tiny")
     return folder
 
 
@@ -52,14 +46,17 @@ def drafters(learning: ModuleType) -> ModuleType:
     return importlib.import_module("drafters")
 
 
+def words(folder: Path, *more: str) -> list[str]:
+    return [*SIZES, "--targets", str(folder / "tiny"), "--work", str(folder / "work"), *more]
+
+
 def course_of(learning: ModuleType, folder: Path, *more: str) -> Any:
-    args = learning.parse([*SIZES, "--work", str(folder / "work"), *more, "--targets", str(folder / "tiny")])
+    args = learning.parse(words(folder, *more))
     return learning.Course(args, args.targets[0], learning.Ledger(folder / "unused.json"))
 
 
 def run(learning: ModuleType, folder: Path, out: Path, *more: str) -> dict[str, Any]:
-    words = [*SIZES, "--targets", str(folder / "tiny"), "--output", str(out), "--work", str(folder / "work"), *more]
-    learning.main(words)
+    learning.main(words(folder, "--output", str(out), *more))
     return json.loads((out / "learning.json").read_text(encoding="utf-8"))
 
 

@@ -5,8 +5,7 @@ import json
 import textwrap
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from helpers.byte_tokens import byte_tokenizer
 
 from hf_clover.measure.prompts import (
     HELD_OUT,
@@ -25,11 +24,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer():
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    return byte_tokenizer()
 
 
 def texts(name, tokenizer, **options):
