@@ -14,6 +14,7 @@ import statistics
 import weakref
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from helpers.fitting import fit
@@ -581,10 +582,7 @@ class BusyMachine(Machine):
             path.append(child)
 
     def forward(self, nodes):
-        below = max(size for size in self.curve if size <= nodes + 1)
-        above = min(size for size in self.curve if size >= nodes + 1)
-        share = (nodes + 1 - below) / max(above - below, 1)
-        return (1 - share) * self.curve[below] + share * self.curve[above]
+        return float(numpy.interp(nodes + 1, [*self.curve], [*self.curve.values()]))
 
     def slowness(self):
         if self.slow_steps == 0 and self.rng.random() < 0.01:
