@@ -183,40 +183,32 @@ def test_tokens_and_drafts_in_graphs_stay_the_same_as_rows_leave(target, heads, 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_turns_in_graphs_and_eager_turns_share_one_cache(target, fitted, inputs, kind, captures):  # noqa: F811
-    """Turns in graphs and turns without, on one cache of the user's. Plain generate goes on with it."""
-    found = []
+    """Turns in graphs and turns without, on one cache of the user's, with another text between them. Plain generate
+    goes on with it. Turns that are all in graphs have the drafts of turns that are all without."""
+    found, other = [], torch.arange(1, 13).expand(len(inputs["input_ids"]), -1)
     for are_eager in ((True,) * 3, (False,) * 3, (False, True, False)):
         cache, ids, mask = DynamicCache(config=target.config), inputs["input_ids"], inputs["attention_mask"]
+        drafts = []
         if kind == "static":
             cache = StaticCache(config=target.config, max_cache_len=200)
         for is_eager in are_eager:
             options = {"attention_mask": mask, cache_name(): cache, "disable_compile": is_eager, "max_new_tokens": 24}
+            before = captures.replayed
             out = target.generate(ids, assistant_model=fitted, return_dict_in_generate=True, **options)
+            assert (captures.replayed > before) == (not is_eager)
             assert out[cache_name()] is cache
             assert cache.get_seq_length() == out.sequences.shape[1] - 1
+            assert out.speculation.accepted_tokens > 0
+            drafts.append((out.speculation.accepted_by_depth, out.speculation.tree_sizes))
+            target.generate(other, assistant_model=fitted, max_new_tokens=8)
             ids = torch.cat((out.sequences, torch.tensor([[7, 2]] * len(ids))), dim=1)
             mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
         plain = target.generate(ids, attention_mask=mask, max_new_tokens=8, disable_compile=True)
         again = {"attention_mask": mask, cache_name(): cache, "disable_compile": True}
         assert torch.equal(target.generate(ids, max_new_tokens=8, **again), plain)
-        found.append(plain.tolist())
-    assert captures.replayed > 0
-    assert found[0] == found[1] == found[2]
-
-
-def test_drafts_of_a_second_turn_in_graphs_equal_eager_ones(target, fitted, captures):  # noqa: F811
-    found = []
-    for is_eager in (True, False):
-        cache, ids, drafts = DynamicCache(config=target.config), torch.tensor([[1, 4, 2, 5, 3]]), []
-        for _ in range(2):
-            options = {cache_name(): cache, "disable_compile": is_eager, "return_dict_in_generate": True}
-            out = target.generate(ids, assistant_model=fitted, max_new_tokens=24, **options)
-            drafts.append((out.speculation.accepted_by_depth, out.speculation.tree_sizes))
-            target.generate(ids.flip(1), assistant_model=fitted, max_new_tokens=8)  # another text in between
-            ids = torch.cat((out.sequences, torch.tensor([[7, 2]])), dim=1)
-        found.append(drafts)
+        found.append((plain.tolist(), drafts))
     assert found[0] == found[1]
-    assert captures.replayed > 0
+    assert found[0][0] == found[2][0]
 
 
 def test_two_threads_with_one_target_get_plain_tokens(target):
