@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,6 +176,8 @@ def outcome(mutation: Mutation) -> str:
                 assert Path(hf_clover.__file__).is_relative_to(folder.resolve()), hf_clover.__file__
                 options = ("-q", "-x", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"))
                 code = int(pytest.main([*options, *(str(ROOT / "tests" / test) for test in mutation.tests)]))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 os._exit(code)

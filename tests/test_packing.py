@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_clover import CloverHeads, pack_for_cpu, unpack
+from hf_clover.cli import inputs
 from hf_clover.decoding.draft import cpu_copy
 from hf_clover.measure.benchmark import benchmark, plain
 from hf_clover.measure.figures import figure_of
@@ -29,7 +30,7 @@ from hf_clover.network import packing
 
 pytestmark = [
     pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"),
-    pytest.mark.long("hf_clover/cli", "hf_clover/decoding/target/trees.py"),
+    pytest.mark.long("hf_clover/decoding/target/trees.py"),
 ]
 VOCABULARY = 61
 
@@ -298,7 +299,7 @@ def test_a_benchmark_of_a_packed_target_says_so(target):
 @pytest.mark.parametrize("command", ["generate", "verify"])
 def test_commands_pack_the_target_and_packed_heads_draft(run, models, prompts, command, monkeypatch):
     counts, new_drafter = [], mock.Mock(wraps=CloverHeads.new_drafter)
-    monkeypatch.setattr(packing, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
+    monkeypatch.setattr(inputs, "pack_for_cpu", lambda model: counts.append(pack_for_cpu(model)))
     monkeypatch.setattr(cpu_copy, "LEAST_WEIGHTS", 0)
     monkeypatch.setattr(CloverHeads, "new_drafter", lambda *made: new_drafter(*made))
     few = {"generate": ["abc"], "verify": [*prompts, "--batch-size", "1"]}[command]
