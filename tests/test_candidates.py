@@ -17,7 +17,7 @@ KINDS = {"clover-x": CloverHeads, "eagle-3": Eagle3Heads}
 @pytest.fixture(scope="module", params=KINDS)
 def fitted(request):
     target = build("llama", vocab_size=VOCABULARY)
-    return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05).eval()
+    return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05, count=16).eval()
 
 
 def test_assisted_decoding_of_transformers_runs_our_candidate_generator(fitted, monkeypatch):
@@ -84,7 +84,8 @@ SAMPLED = {"do_sample": True, "temperature": 0.7}
 def test_trees_of_eagle3_heads_change_no_token(name, lengths, sampling):
     target, inputs = build(name, vocab_size=VOCABULARY), ragged_batch(VOCABULARY, lengths)
     longest = inputs["input_ids"][lengths.index(max(lengths)), None]  # and what follows on it
-    heads = fit(Eagle3Heads.from_target(target), target, temperature=sampling.get("temperature", 0.05), prompt=longest)
+    settings = {"temperature": sampling.get("temperature", 0.05), "prompt": longest, "count": 16}
+    heads = fit(Eagle3Heads.from_target(target), target, **settings)
     options = {**inputs, "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, **sampling}
     torch.manual_seed(1)
     plain = target.generate(**options)
@@ -99,7 +100,7 @@ def test_trees_of_eagle3_heads_change_no_token(name, lengths, sampling):
 
 def test_eagle3_heads_give_plain_tokens_in_a_second_turn_and_a_static_cache():
     target = build("llama", vocab_size=VOCABULARY)
-    heads = fit(Eagle3Heads.from_target(target), target, temperature=0.05).eval()
+    heads = fit(Eagle3Heads.from_target(target), target, temperature=0.05, count=16).eval()
     settings = GenerationConfig(max_new_tokens=10, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
     ids = torch.tensor([[1, 4, 2, 5, 3]])
     drafting = {"assistant_model": heads, "num_assistant_tokens": 12}

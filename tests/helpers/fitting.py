@@ -10,10 +10,13 @@ from hf_clover.targets.hidden_states import capture_states
 _fitted: dict[str, dict[str, torch.Tensor]] = {}  # digest of heads and target before -> the heads' weights after
 
 
-def fit(heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None, texts=None) -> DraftHeads:
-    """Train every head by cross-entropy on `texts` [N, T], or on texts that the target writes after `prompt`. Each
+def fit(
+    heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None, texts=None, count: int = 64
+) -> DraftHeads:
+    """Train every head by cross-entropy on `texts` [N, T], or on `count` texts that the target writes after
+    `prompt`. Each
     process does the same fit only once."""
-    known = _digest(heads, target, steps, temperature, prompt, texts)
+    known = _digest(heads, target, steps, temperature, prompt, texts, count)
     if known in _fitted:
         heads.load_state_dict(_fitted[known])
         return heads
@@ -22,8 +25,8 @@ def fit(heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, pr
         torch.manual_seed(0)
         if texts is None:
             texts = target.generate(
-                prompt.repeat(64, 1),
-                attention_mask=torch.ones(64, prompt.shape[1], dtype=torch.long),
+                prompt.repeat(count, 1),
+                attention_mask=torch.ones(count, prompt.shape[1], dtype=torch.long),
                 do_sample=True,
                 temperature=temperature,
                 max_new_tokens=12,
