@@ -148,9 +148,11 @@ def broken_copy(mutation: Mutation, folder: Path) -> None:
 
 def outcome(mutation: Mutation) -> str:
     """What became of it: "killed", or why not. In a fork, so that torch and transformers are imported only once."""
+    import hypothesis  # noqa: F401
     import pytest
     import torch._dynamo  # noqa: F401
-    import transformers.models.llama  # noqa: F401
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     assert not any(name.partition(".")[0] == "hf_clover" for name in sys.modules), "the copy must be the first"
     with tempfile.TemporaryDirectory() as name:
