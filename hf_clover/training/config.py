@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trl import SFTConfig
 
 from ..network.packing import multiplies_bfloat16_fast
+from . import require_extra
 from .losses import TOKEN_LOSSES
+
+try:
+    from trl import SFTConfig
+except ModuleNotFoundError:
+    require_extra()
+    raise
 
 
 @dataclass
