@@ -619,7 +619,10 @@ def test_noisy_times_cost_little_from_the_first_answer_on(shape, top, worth, lea
     assert statistics.harmonic_mean(later) > least[1]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+OF_THE_BUDGET = pytest.mark.long("hf_clover/decoding/budget")
+
+
+@pytest.mark.parametrize("shape", ["SmolLM2", *(pytest.param(name, marks=OF_THE_BUDGET) for name in [*SHAPES][1:])])
 def test_text_that_is_hard_and_easy_by_turns_costs_at_most_a_seventh(shape):
     """The loss against the best fixed tree is at most a seventh. Stretches of 6 to 20 steps are 25 % and 85 % right by
     turns, and the first forward over each size takes 2.5 times its time, as where kernels are made for new shapes."""

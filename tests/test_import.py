@@ -35,11 +35,34 @@ assert not {"trl", "peft", "datasets", "matplotlib", "fastapi", "hf_clover.engin
 IMPORTED_EARLY = pytest.mark.long("hf_clover/__init__.py", "hf_clover/_versions.py", "hf_clover/decoding/hook.py")
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param(name, marks=[IMPORTED_EARLY] * (name != "after transformers")) for name in STARTS]
-)
+@IMPORTED_EARLY
+@pytest.mark.parametrize("start", STARTS)
 def test_auto_classes_and_hook_are_there_whichever_is_imported_first(start):
     run(f"{STARTS[start]}\n{CHECK}")
+
+
+@IMPORTED_EARLY
+def test_versions_are_checked_before_torch_is_imported():
+    """In a process of its own, in which only the version's text is changed."""
+    script = """
+import importlib.metadata as metadata
+real = metadata.version
+metadata.version = lambda name: {found!r} if name == "transformers" else real(name)
+import sys, warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    try:
+        import hf_clover
+    except ImportError as error:
+        print(error)
+print(*(str(one.message) for one in seen if "hf_clover" in str(one.message)))
+print("torch" in sys.modules)
+"""
+    refused, _, has_torch = run(script.format(found="5.3.0")).splitlines()
+    assert refused.startswith("hf_clover needs transformers 5.17 or later, and transformers 5.3.0 is installed")
+    warned, has_torch_too = run(script.format(found="6.2.0")).splitlines()
+    assert warned.startswith("hf_clover has not been tried with transformers 5.25 or later")
+    assert (has_torch, has_torch_too) == ("False", "True")
 
 
 def test_every_public_name_is_there():

@@ -30,7 +30,12 @@ def test_operators_and_waits_of_a_forward_are_counted(launches, monkeypatch):
     assert seen.waits["other"] == 4
 
 
-@pytest.mark.parametrize("variant", ["clover-x", "clover-2", "medusa"])
+OF_HEADS = pytest.mark.long("hf_clover/network", "hf_clover/decoding/draft")
+
+
+@pytest.mark.parametrize(
+    "variant", ["clover-x", pytest.param("clover-2", marks=OF_HEADS), pytest.param("medusa", marks=OF_HEADS)]
+)
 def test_an_eager_step_launches_little_beside_the_draft_and_waits_once(launches, variant):
     target = launches.toy_target(LAYERS)
     plain = launches.launches_of(target)

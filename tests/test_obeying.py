@@ -95,7 +95,7 @@ class Counts(LogitsProcessor):
 def fitted(request):
     target = build("llama", vocab_size=VOCABULARY)
     torch.manual_seed(0)
-    return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05).eval()
+    return target, fit(KINDS[request.param].from_target(target), target, temperature=0.05, count=16).eval()
 
 
 def drafted(target, heads, lengths=(7,), **options):

@@ -24,9 +24,9 @@ def test_random_cases_find_no_fault(request):
 
 
 @pytest.mark.automatic
-def test_random_cases_in_graphs_find_no_fault(captures):  # noqa: F811
+def test_random_cases_in_graphs_find_no_fault(captures, request):  # noqa: F811
     state = soak.State(seed=600_000)
-    for case, outcome in soak.soak(state, minutes=0.5, count=40):
+    for case, outcome in soak.soak(state, minutes=0.5, count=40 if request.config.option.all else 20):
         assert outcome.error is None, f"`python tests/soak.py --graphs --case {case.seed}` repeats {case}"
     assert state.accepted_tokens > state.cases / 2
     assert captures.replayed > captures.made > 0

@@ -11,7 +11,6 @@ import pytest
 import torch
 import transformers
 from helpers.oracle import planted
-from helpers.own_process import run
 from helpers.zoo import build, ragged_batch
 from transformers import GenerationMixin, LlamaForCausalLM
 from typer.testing import CliRunner
@@ -90,30 +89,6 @@ def test_a_missing_package_passes_the_version_check(monkeypatch):
     monkeypatch.setattr(_versions, "version", Mock(side_effect=importlib.metadata.PackageNotFoundError))
     _versions.check_versions()
     assert _versions.installed_version("torch") is None
-
-
-@pytest.mark.long("hf_clover/__init__.py", "hf_clover/_versions.py")
-def test_importing_the_package_checks_versions_before_it_imports_torch():
-    """In a process of its own, in which only the version's text is changed."""
-    script = """
-import importlib.metadata as metadata
-real = metadata.version
-metadata.version = lambda name: {found!r} if name == "transformers" else real(name)
-import sys, warnings
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    try:
-        import hf_clover
-    except ImportError as error:
-        print(error)
-print(*(str(one.message) for one in seen if "hf_clover" in str(one.message)))
-print("torch" in sys.modules)
-"""
-    refused, _, has_torch = run(script.format(found="5.3.0")).splitlines()
-    assert refused.startswith("hf_clover needs transformers 5.17 or later, and transformers 5.3.0 is installed")
-    warned, has_torch_too = run(script.format(found="6.2.0")).splitlines()
-    assert warned.startswith("hf_clover has not been tried with transformers 5.25 or later")
-    assert (has_torch, has_torch_too) == ("False", "True")
 
 
 def test_supported_versions_are_those_of_setup_cfg():
