@@ -5,7 +5,6 @@ Fixtures import torch and the package, because the process that hands out the te
 
 import ast
 import functools
-import gc
 import os
 import re
 import signal
@@ -52,12 +51,6 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-
-
-def pytest_collection_finish():
-    """What is imported stays, so the garbage collector may leave it out: a tenth of the time that tests take."""
-    gc.collect()
-    gc.freeze()
 
 
 def _changed_since(commit):
