@@ -181,7 +181,10 @@ def test_tokens_and_drafts_in_graphs_stay_the_same_as_rows_leave(target, heads, 
     assert min(rows) < 4
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+OF_CACHES = pytest.mark.long("hf_clover/decoding/cache", "hf_clover/decoding/draft", "hf_clover/decoding/target")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("static", marks=OF_CACHES)])
 def test_turns_in_graphs_and_eager_turns_share_one_cache(target, fitted, inputs, kind, captures):  # noqa: F811
     """Turns in graphs and turns without, on one cache of the user's, with another text between them. Plain generate
     goes on with it. Turns that are all in graphs have the drafts of turns that are all without."""
