@@ -27,7 +27,7 @@ from ..targets.private_api import generate_plainly, why_unavailable
 from .budget.fixed import check_nodes
 from .call import Text, longest_text, room_beside
 from .loop import speculate
-from .processes import goes_in_step, share_random_state
+from .processes import goes_in_step, share_random_state, tensor_parallel_group
 from .record import Speculation, with_record
 from .route import PLAIN, TREE, Route, choose_route, warn
 
@@ -114,7 +114,8 @@ def generate_with(
     check_memory(heads)
     place_heads(heads, model)
     heads.bind(model)
-    share_random_state(model)
+    group = tensor_parallel_group(model)
+    share_random_state(device_of(model), group)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     lacking = why_unavailable()
     if lacking is None:
@@ -131,6 +132,7 @@ def generate_with(
         *(model, heads, input_ids, text, model_kwargs, num_assistant_tokens),
         is_ceiling=num_assistant_tokens_schedule not in (None, "constant"),
         synced_gpus=synced_gpus,
+        group=group,
         route=route,
     )
 

@@ -38,12 +38,14 @@ def speculate(
     num_assistant_tokens: int | None = None,
     is_ceiling: bool = False,
     synced_gpus: bool = False,
+    group: Any = None,
     route: Route = AS_TREES,
 ) -> GenerateDecoderOnlyOutput | torch.Tensor:
     """`num_assistant_tokens`: nodes of every tree. With None the budget chooses the number, with `is_ceiling` up to
-    `num_assistant_tokens`. `route`: what `choose_route` returned."""
+    `num_assistant_tokens`. `group`: the processes among which the target is divided. `route`: what `choose_route`
+    returned."""
     asked = (num_assistant_tokens, is_ceiling, target, heads, *text.budget_keys, route.in_graphs)
-    budget = shared_budget(make_budget(*asked), target)
+    budget = shared_budget(make_budget(*asked), group)
     layers = layers_read(heads)
     run: Run
     if route.method == TREE:

@@ -18,7 +18,6 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
-from ..network.target_parts import device_of
 from .budget.fixed import Budget
 from .call import random_state, set_random_state
 from .tree import Tree
@@ -54,12 +53,10 @@ def tensor_parallel_group(target: PreTrainedModel) -> Any:
     return None
 
 
-def share_random_state(target: PreTrainedModel) -> None:
-    """Give every process the first one's random state, which plain generate would need, too."""
-    group = tensor_parallel_group(target)
+def share_random_state(device: torch.device, group: Any) -> None:
+    """Give every process of `group` the first one's random state, which plain generate would need, too."""
     if group is None:
         return
-    device = device_of(target)
     state = random_state(device).to(device)
     dist.broadcast(state, group=group, group_src=0)
     set_random_state(state.cpu(), device)
@@ -89,9 +86,8 @@ class SharedBudget(Budget):
             self.own.learn(tree, paths, draft_seconds, forward_seconds)
 
 
-def shared_budget(own: Budget, target: PreTrainedModel) -> Budget:
-    """`own`, or a `SharedBudget` of it where `target` is tensor-parallel."""
-    group = tensor_parallel_group(target)
+def shared_budget(own: Budget, group: Any) -> Budget:
+    """`own`, or a `SharedBudget` of it where the target is divided among a `group`."""
     return own if group is None else SharedBudget(own, group)
 
 
