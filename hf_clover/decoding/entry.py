@@ -115,7 +115,7 @@ def generate_with(
     place_heads(heads, model)
     heads.bind(model)
     group = tensor_parallel_group(model)
-    share_random_state(device_of(model), group)
+    share_random_state(model, group)
     arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
     lacking = why_unavailable()
     if lacking is None:

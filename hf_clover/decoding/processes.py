@@ -18,6 +18,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_managed_module
 
+from ..network.target_parts import device_of
 from .budget.fixed import Budget
 from .call import random_state, set_random_state
 from .tree import Tree
@@ -53,10 +54,11 @@ def tensor_parallel_group(target: PreTrainedModel) -> Any:
     return None
 
 
-def share_random_state(device: torch.device, group: Any) -> None:
+def share_random_state(target: PreTrainedModel, group: Any) -> None:
     """Give every process of `group` the first one's random state, which plain generate would need, too."""
     if group is None:
         return
+    device = device_of(target)
     state = random_state(device).to(device)
     dist.broadcast(state, group=group, group_src=0)
     set_random_state(state.cpu(), device)
