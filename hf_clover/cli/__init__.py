@@ -2,8 +2,7 @@
 
 Contract: each command reads its options and calls a function of the library. For an error that a user can mend (a
 wrong argument, a missing file), it prints one line on stderr and ends with exit code 2. After Ctrl-C the exit code is
-130. Any other error is a bug and shows its traceback. What needs an extra is imported by the
-command that needs it.
+130. Any other error is a bug and shows its traceback. What needs an extra is imported by the command that needs it.
 """
 
 import sys

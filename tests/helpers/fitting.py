@@ -14,8 +14,7 @@ def fit(
     heads: DraftHeads, target, steps: int = 60, temperature: float = 1.0, prompt=None, texts=None, count: int = 64
 ) -> DraftHeads:
     """Train every head by cross-entropy on `texts` [N, T], or on `count` texts that the target writes after
-    `prompt`. Each
-    process does the same fit only once."""
+    `prompt`. Each process does the same fit only once."""
     known = _digest(heads, target, steps, temperature, prompt, texts, count)
     if known in _fitted:
         heads.load_state_dict(_fitted[known])
